@@ -1,0 +1,1 @@
+"""shoal: one Hugging Face model over many devices, as one."""

@@ -1,0 +1,1 @@
+"""KV blocks as integers: who holds which, and what can be reused."""

@@ -1,0 +1,1 @@
+"""Models on disk: finding them, and reading only what a rank needs."""

@@ -1,0 +1,1 @@
+"""Collectives between ranks. The only room that names torch.distributed."""

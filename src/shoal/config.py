@@ -1,0 +1,73 @@
+"""One frozen, validated description of an engine. Knows no device and no model: what depends on
+them (dtype ``auto``, block counts, ranks that fit) is resolved by those who measure it.
+
+Field names are vLLM's where it has one. An unknown field is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.errors import ConfigError
+
+__all__ = ["EngineConfig", "make_config"]
+
+
+class EngineConfig(BaseModel):
+    """Everything that decides how an engine computes. Build it with :func:`make_config`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+
+    model: str = Field(min_length=1)  # hub id, folder, .gguf file, or "demo"
+    revision: str | None = None  # of a hub model
+    trust_remote_code: bool = False
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    executor: Literal["auto", "inline", "processes"] = "auto"
+    replica_index: int = Field(default=0, ge=0)  # enters the seeds drawn for unseeded requests
+
+    device: str = "auto"  # auto, cpu, cuda, mps, xpu (an index may follow: cuda:1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attn_implementation: str | None = None  # None: the best for the device
+    num_threads: int | None = Field(default=None, ge=1)  # CPU threads per rank; None: cores / ranks
+
+    max_model_len: int | None = Field(default=None, ge=1)  # tokens, prompt and output; None: the model's
+    max_num_seqs: int = Field(default=256, ge=1)  # running at once
+    max_num_batched_tokens: int = Field(default=2048, ge=1)  # in one step
+    max_num_queued_requests: int | None = Field(default=None, ge=1)  # waiting; None: no bound
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)  # share of device memory
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)  # per rank; overrides the share
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
+    block_size: int = Field(default=16, ge=1)  # tokens per KV block
+    enable_prefix_caching: bool = True
+
+    seed: int = 0
+    step_timeout: float = Field(default=300.0, gt=0)  # seconds a step may take before a rank counts as hung
+    load_timeout: float = Field(default=1800.0, gt=0)  # seconds for a rank to load
+
+    @model_validator(mode="before")
+    @classmethod
+    def _memory_alias(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "memory_utilization" in data:
+            data = dict(data)
+            data.setdefault("gpu_memory_utilization", data.pop("memory_utilization"))
+        return data
+
+
+def make_config(**options: Any) -> EngineConfig:
+    """Validate engine options.
+
+    Raises:
+        ConfigError: the first option that is wrong; ``field`` names it.
+    """
+    try:
+        return EngineConfig(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or None
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(EngineConfig.model_fields)
+            raise ConfigError(f"{name}: no such option; there are: {known}", field=name) from None
+        raise ConfigError(f"{name}: {first['msg']}, got {first['input']!r}", field=name) from None

@@ -1,0 +1,1 @@
+"""transformers' modules as the worker runs them."""

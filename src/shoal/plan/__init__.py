@@ -1,0 +1,1 @@
+"""What is split how, derived by measuring the model's own data flow."""

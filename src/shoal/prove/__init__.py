@@ -1,0 +1,1 @@
+"""The production shard layers on simulated ranks, against the unsharded model."""

@@ -1,0 +1,137 @@
+"""What a user may ask of sampling, validated. Knows no model, tokenizer or tensor.
+
+Names and meanings are vLLM's. A field left at ``None`` is *unset*: it takes the model's
+``generation_config.json`` value if there is one, else the neutral value in its comment
+(:meth:`SamplingParams.with_defaults`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from shoal.errors import RequestError
+
+__all__ = ["SamplingParams"]
+
+_NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def _require(ok: bool, field: str, message: str) -> None:
+    if not ok:
+        raise RequestError(f"{field}: {message}", field=field)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Raises:
+        RequestError: a value out of its range; ``field`` names it.
+    """
+
+    n: int = 1  # branches that share the prompt
+    temperature: float | None = None  # unset: 1.0; 0 is greedy
+    top_p: float | None = None  # unset: 1.0; in (0, 1]
+    top_k: int | None = None  # unset: 0; 0 or -1 means all
+    min_p: float | None = None  # unset: 0.0; share of the most likely token's probability
+    repetition_penalty: float | None = None  # unset: 1.0; > 0; prompt and output
+    presence_penalty: float = 0.0  # in [-2, 2]; output only
+    frequency_penalty: float = 0.0  # in [-2, 2]; output only, times the count
+    seed: int | None = None  # unset: drawn once at admission
+    stop: str | Sequence[str] | None = None  # stop strings, cut from the text
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: as many as max_model_len allows
+    min_tokens: int = 0  # no end-of-sequence or stop token before this many
+    logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k most likely
+    logit_bias: Mapping[int, float] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        if stop is None:
+            stop = ()
+        elif isinstance(stop, str):
+            stop = (stop,)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check()
+
+    def _check(self) -> None:
+        _require(_integer(self.n) and self.n >= 1, "n", f"must be an integer of at least 1, got {self.n!r}")
+        t = self.temperature
+        _require(t is None or (_number(t) and t >= 0), "temperature",
+                 f"must be a number of at least 0 (0 is greedy), got {t!r}")
+        p = self.top_p
+        _require(p is None or (_number(p) and 0 < p <= 1), "top_p", f"must lie in (0, 1], got {p!r}")
+        k = self.top_k
+        _require(k is None or (_integer(k) and k >= -1), "top_k",
+                 f"must be an integer of at least -1 (0 or -1 means all), got {k!r}")
+        m = self.min_p
+        _require(m is None or (_number(m) and 0 <= m <= 1), "min_p", f"must lie in [0, 1], got {m!r}")
+        r = self.repetition_penalty
+        _require(r is None or (_number(r) and r > 0), "repetition_penalty", f"must be above 0, got {r!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            v = getattr(self, name)
+            _require(_number(v) and -2 <= v <= 2, name, f"must lie in [-2, 2], got {v!r}")
+        _require(self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**63), "seed",
+                 f"must be a 64-bit integer, got {self.seed!r}")
+        _require(self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
+                 "max_tokens", f"must be an integer of at least 1, got {self.max_tokens!r}")
+        _require(_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens",
+                 f"must be an integer of at least 0, got {self.min_tokens!r}")
+        _require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
+                 f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens!r}")
+        _require(self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 20),
+                 "logprobs", f"must be an integer from 0 to 20, got {self.logprobs!r}")
+        assert self.stop is not None and self.stop_token_ids is not None
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop",
+                 "must be non-empty strings")
+        _require(all(_integer(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids",
+                 "must be token ids of at least 0")
+        for token, bias in (self.logit_bias or {}).items():
+            _require(_integer(token) and token >= 0 and _number(bias) and -100 <= bias <= 100,
+                     "logit_bias", f"must map token ids to numbers in [-100, 100], got {token!r}: {bias!r}")
+
+    def with_defaults(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
+        """Fill the unset fields.
+
+        Args:
+            model_defaults: values of the model's generation config by field name; an explicit
+                ``do_sample: false`` there makes an unset temperature 0.
+
+        Returns:
+            the same request with every field of ``temperature, top_p, top_k, min_p,
+            repetition_penalty`` set.
+        """
+        defaults = dict(_NEUTRAL)
+        defaults.update({k: v for k, v in model_defaults.items() if k in _NEUTRAL and v is not None})
+        if model_defaults.get("do_sample") is False:
+            defaults["temperature"] = 0.0
+        changes = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        return replace(self, **changes)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The public field names, in order."""
+        return tuple(f.name for f in fields(cls))

@@ -1,0 +1,1 @@
+"""Which tokens of which requests go into the next step."""

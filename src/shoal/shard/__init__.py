@@ -1,0 +1,1 @@
+"""A plan made into modules."""

@@ -1,0 +1,1 @@
+"""Ranks: one process each (or inline), and the executor that drives them."""
