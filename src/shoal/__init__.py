@@ -1,1 +1,27 @@
-"""shoal: one Hugging Face model over many devices, as one."""
+"""shoal: one Hugging Face model over many devices, as one.
+
+Importing it is cheap: what needs torch and transformers is loaded at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shoal.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.engine.front import AsyncLLM
+    from shoal.engine.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "shoal.engine.llm", "AsyncLLM": "shoal.engine.front"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

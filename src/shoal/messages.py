@@ -17,6 +17,7 @@ import msgspec
 __all__ = [
     "AllocateKV",
     "Failure",
+    "LoadProgress",
     "Message",
     "RankReady",
     "RankReport",
@@ -66,11 +67,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_history(self) -> bool:
         """Whether sampling depends on the tokens so far."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +127,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     generation: int = 0
 
 
+class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """How far a rank's loading is; any number of them come before its report."""
+
+    done: float
+    total: float
+
+
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """What a rank measured after loading (DESIGN: what memory means)."""
 
@@ -176,7 +180,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Stop serving and exit with status 0."""
 
 
-Message = Start | RankReport | AllocateKV | RankReady | Step | StepResult | Failure | Shutdown
+Message = Start | LoadProgress | RankReport | AllocateKV | RankReady | Step | StepResult | Failure | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

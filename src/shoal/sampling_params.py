@@ -80,13 +80,19 @@ class SamplingParams:
     def _check(self) -> None:
         _require(_integer(self.n) and self.n >= 1, "n", f"must be an integer of at least 1, got {self.n!r}")
         t = self.temperature
-        _require(t is None or (_number(t) and t >= 0), "temperature",
-                 f"must be a number of at least 0 (0 is greedy), got {t!r}")
+        _require(
+            t is None or (_number(t) and t >= 0),
+            "temperature",
+            f"must be a number of at least 0 (0 is greedy), got {t!r}",
+        )
         p = self.top_p
         _require(p is None or (_number(p) and 0 < p <= 1), "top_p", f"must lie in (0, 1], got {p!r}")
         k = self.top_k
-        _require(k is None or (_integer(k) and k >= -1), "top_k",
-                 f"must be an integer of at least -1 (0 or -1 means all), got {k!r}")
+        _require(
+            k is None or (_integer(k) and k >= -1),
+            "top_k",
+            f"must be an integer of at least -1 (0 or -1 means all), got {k!r}",
+        )
         m = self.min_p
         _require(m is None or (_number(m) and 0 <= m <= 1), "min_p", f"must lie in [0, 1], got {m!r}")
         r = self.repetition_penalty
@@ -94,24 +100,44 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             v = getattr(self, name)
             _require(_number(v) and -2 <= v <= 2, name, f"must lie in [-2, 2], got {v!r}")
-        _require(self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**63), "seed",
-                 f"must be a 64-bit integer, got {self.seed!r}")
-        _require(self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
-                 "max_tokens", f"must be an integer of at least 1, got {self.max_tokens!r}")
-        _require(_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens",
-                 f"must be an integer of at least 0, got {self.min_tokens!r}")
-        _require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
-                 f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens!r}")
-        _require(self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 20),
-                 "logprobs", f"must be an integer from 0 to 20, got {self.logprobs!r}")
+        _require(
+            self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**63),
+            "seed",
+            f"must be a 64-bit integer, got {self.seed!r}",
+        )
+        _require(
+            self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            f"must be an integer of at least 1, got {self.max_tokens!r}",
+        )
+        _require(
+            _integer(self.min_tokens) and self.min_tokens >= 0,
+            "min_tokens",
+            f"must be an integer of at least 0, got {self.min_tokens!r}",
+        )
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
+        )
+        _require(
+            self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 20),
+            "logprobs",
+            f"must be an integer from 0 to 20, got {self.logprobs!r}",
+        )
         assert self.stop is not None and self.stop_token_ids is not None
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop",
-                 "must be non-empty strings")
-        _require(all(_integer(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids",
-                 "must be token ids of at least 0")
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop", "must be non-empty strings")
+        _require(
+            all(_integer(i) and i >= 0 for i in self.stop_token_ids),
+            "stop_token_ids",
+            "must be token ids of at least 0",
+        )
         for token, bias in (self.logit_bias or {}).items():
-            _require(_integer(token) and token >= 0 and _number(bias) and -100 <= bias <= 100,
-                     "logit_bias", f"must map token ids to numbers in [-100, 100], got {token!r}: {bias!r}")
+            _require(
+                _integer(token) and token >= 0 and _number(bias) and -100 <= bias <= 100,
+                "logit_bias",
+                f"must map token ids to numbers in [-100, 100], got {token!r}: {bias!r}",
+            )
 
     def with_defaults(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill the unset fields.

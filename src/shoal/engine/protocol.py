@@ -71,7 +71,10 @@ class Frontend(Protocol):
     def stats(self) -> EngineStats: ...
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
         """Prompt ids of a conversation.

@@ -1,1 +1,13 @@
-"""What is split how, derived by measuring the model's own data flow."""
+"""How a model is split: measured on its own code, kept as data. Importing it imports no torch."""
+
+from shoal.plan.types import (
+    ArgumentSlice,
+    KeyValueHeads,
+    Patch,
+    Plan,
+    Region,
+    Split,
+    TensorSlice,
+)
+
+__all__ = ["ArgumentSlice", "KeyValueHeads", "Patch", "Plan", "Region", "Split", "TensorSlice"]

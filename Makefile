@@ -1,0 +1,49 @@
+# install  .venv with the package and its development tools      demo   the demo model over two ranks
+# test     the fast suite                                         check  formatting, lint, types, floors
+# full     the whole grids                                        bench  measurements
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+MARK := $(VENV)/.installed
+
+.PHONY: install demo test check full bench clean
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("shoal needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and pinned, so that nothing else's open range picks another build.
+$(MARK)-runtime: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing shoal and what it runs on into $(VENV) (the first time takes minutes)"
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(MARK)-dev: $(MARK)-runtime
+	@echo "installing the development tools"
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+install: $(MARK)-dev
+
+demo: $(MARK)-runtime
+	$(BIN)/python examples/demo.py
+
+test: $(MARK)-dev
+	$(BIN)/python -m pytest -m "not full and not gpu"
+
+full: $(MARK)-dev
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(MARK)-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(MARK)-dev
+	$(BIN)/python benchmarks/continuous_batching.py
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,91 @@
+"""Redirects a transformers model's attention to ours, and measures what it keeps. Knows no scheduler.
+
+transformers looks its attention function up by name; ours is registered once, under ``shoal_paged``,
+and finds the state of the model it was called from on the calling module (:class:`AttentionContext`,
+attached to every module of the model by :func:`attach`). So two models in one process never meet.
+Because no mask function is registered under that name, transformers builds no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shoal.attention import pages as paging
+from shoal.attention.base import AttentionBatch, KVShape, LayerPages, PagedKernel, Variant
+from shoal.attention.sdpa import causal
+
+__all__ = ["NAME", "AttentionContext", "attach"]
+
+NAME = "shoal_paged"
+_ATTRIBUTE = "_shoal_attention"
+
+
+class AttentionContext:
+    """One model's attention state.
+
+    With no batch set it *measures*: the tokens are one sequence, attended to causally without pages, and
+    each layer's KV shape is noted in call order. With a batch it serves.
+    """
+
+    def __init__(self, kernel: PagedKernel) -> None:
+        self.kernel = kernel
+        self.shapes: list[KVShape] = []
+        self.pages: list[LayerPages] = []
+        self.batch: AttentionBatch | None = None
+        self._layer_of: dict[nn.Module, int] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        variant: Variant,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, Hq, T, Ek], key [1, H, T, Ek], value [1, H, T, Ev] to [1, T, Hq, Ev]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.batch is None:
+            self._note(module, KVShape(k.shape[1], k.shape[2], v.shape[2]))
+            return causal(q, k, v, variant, sinks)[None]
+        layer = self.pages[self._layer_of[module]]
+        paging.write(layer, k, v, self.batch.slots)
+        return self.kernel(q, layer, self.batch, variant, sinks)[None]
+
+    def _note(self, module: nn.Module, shape: KVShape) -> None:
+        if module not in self._layer_of:
+            self._layer_of[module] = len(self.shapes)
+            self.shapes.append(shape)
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,  # dropout and whatever else a model passes along; the self-check at load catches what mattered
+) -> tuple[torch.Tensor, None]:
+    context: AttentionContext = getattr(module, _ATTRIBUTE)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return context.attend(module, query, key, value, Variant(scale, sliding_window, softcap), s_aux), None
+
+
+def attach(model: PreTrainedModel, context: AttentionContext) -> None:
+    """Send ``model``'s attention to ``context`` from now on."""
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _paged_attention)
+    for module in model.modules():
+        object.__setattr__(module, _ATTRIBUTE, context)
+        config = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = NAME

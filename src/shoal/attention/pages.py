@@ -1,0 +1,48 @@
+"""KV pages as tensors: made, written, gathered. Knows nothing of requests; blocks are just numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.attention.base import KVShape, LayerPages
+
+__all__ = ["allocate", "gather", "write"]
+
+
+def allocate(
+    shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerPages]:
+    """Pages for every layer.
+
+    They are written once here: memory that is only reserved would cost a page fault at its first use,
+    in the middle of somebody's request.
+    """
+    pages = []
+    for shape in shapes:
+        keys = torch.empty(num_blocks, block_size, shape.heads, shape.key_width, dtype=dtype, device=device)
+        values = torch.empty(
+            num_blocks, block_size, shape.heads, shape.value_width, dtype=dtype, device=device
+        )
+        pages.append(LayerPages(keys.zero_(), values.zero_()))
+    return pages
+
+
+def write(pages: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Put keys [T, H, Ek] and values [T, H, Ev] into ``slots`` [T]."""
+    pages.keys.flatten(0, 1).index_copy_(0, slots, keys)
+    pages.values.flatten(0, 1).index_copy_(0, slots, values)
+
+
+def gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks of a pool [N, S, H, E] in order.
+
+    Args:
+        blocks: int64 [..., blocks].
+
+    Returns:
+        [..., H, blocks * S, E], a view of a fresh contiguous [..., blocks * S, H, E].
+    """
+    picked = pool[blocks]
+    return picked.flatten(-4, -3).transpose(-3, -2)

@@ -1,0 +1,230 @@
+"""Which blocks each sequence holds: lookup, admit, grow, commit, fork, free.
+
+Knows no request, no step and no tensor: a sequence is its token ids, and KV is block ids.
+
+A sequence's blocks, with what is valid where::
+
+    | registered: full, computed, found by others | computed, not full | allocated |
+    0                         len(nodes) * block_size         num_computed         len(block_ids) * block_size
+
+When a block turns out to hold what a registered block holds already, the sequence changes over to that
+one and gives its own back. So whoever holds a registered block also holds its registered parent, and
+since :meth:`BlockPool.release` frees tails first, a parent is never taken before its child.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shoal.cache.pool import BlockPool
+from shoal.cache.prefix import Digest, PrefixIndex, PrefixNode, block_digest
+
+__all__ = ["CacheManager", "Prefix", "SequenceBlocks"]
+
+
+@dataclass(slots=True, eq=False)
+class SequenceBlocks:
+    """What the cache knows of one sequence. Only :class:`CacheManager` changes it."""
+
+    token_ids: array[int]  # the owner's own array, prompt then output; it grows by appending
+    salt: bytes = b""
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    nodes: list[PrefixNode] = field(default_factory=list)  # of the leading registered blocks
+    digests: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as asked for
+
+
+@dataclass(slots=True, frozen=True)
+class Prefix:
+    """Leading blocks whose KV is there. Valid until the manager's next change."""
+
+    block_ids: array[int]
+    nodes: list[PrefixNode]
+    num_tokens: int
+
+
+class CacheManager:
+    """The blocks of one engine.
+
+    Args:
+        num_blocks: blocks every rank keeps.
+        block_size: tokens per block.
+        enable_prefix_caching: reuse the KV of equal prefixes across sequences and over time.
+        digest: how a block's digest is made.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        digest: Digest = block_digest,
+    ) -> None:
+        assert block_size >= 1, f"a block holds at least one token, got {block_size}"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._digest = digest
+        self._pool = BlockPool(num_blocks)
+        self._index = PrefixIndex()
+        self._holders: set[SequenceBlocks] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks no sequence holds; those kept for reuse count as free."""
+        return self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that sequences hold, 0 to 1."""
+        return self._pool.usage
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Blocks that hold ``num_positions`` positions."""
+        return -(-num_positions // self.block_size)
+
+    def lookup(self, sequence: SequenceBlocks) -> Prefix:
+        """The longest cached prefix of a sequence's tokens.
+
+        Whole blocks only, and never all tokens: at least one is left, whose logits are wanted.
+        """
+        block_ids: array[int] = array("i")
+        nodes: list[PrefixNode] = []
+        if self.enable_prefix_caching:
+            parent: PrefixNode | None = None
+            for index in range((len(sequence.token_ids) - 1) // self.block_size):
+                tokens = self._tokens_of(sequence, index)
+                parent = self._index.find(
+                    self._digest_of(sequence, index, tokens), parent, tokens, sequence.salt
+                )
+                if parent is None:
+                    break
+                nodes.append(parent)
+                block_ids.append(parent.block_id)
+        return Prefix(block_ids, nodes, len(block_ids) * self.block_size)
+
+    def fork(self, parent: SequenceBlocks, num_tokens: int) -> Prefix:
+        """The blocks of another sequence's first ``num_tokens`` tokens, for one that begins alike.
+
+        ``num_tokens`` fills whole blocks, and ``parent`` has computed them: nobody writes them again.
+        """
+        count, rest = divmod(num_tokens, self.block_size)
+        assert rest == 0 and count <= len(parent.block_ids), f"{num_tokens} tokens are not whole blocks held"
+        return Prefix(parent.block_ids[:count], parent.nodes[:count], num_tokens)
+
+    def admit(self, sequence: SequenceBlocks, prefix: Prefix, num_positions: int) -> bool:
+        """Give a sequence that holds nothing ``prefix`` and new blocks up to ``num_positions``.
+
+        Returns:
+            whether there were enough free blocks; if not, nothing has changed.
+        """
+        assert not sequence.block_ids, "the sequence was admitted before"
+        pool = self._pool
+        num_new = self.blocks_for(num_positions) - len(prefix.block_ids)
+        num_woken = sum(pool.num_holders(block_id) == 0 for block_id in prefix.block_ids)
+        if num_new > pool.num_free - num_woken:
+            return False
+        pool.share(prefix.block_ids)
+        sequence.block_ids.extend(prefix.block_ids)
+        sequence.nodes.extend(prefix.nodes)
+        sequence.digests.extend(node.digest for node in prefix.nodes[len(sequence.digests) :])
+        self._holders.add(sequence)
+        self._append(sequence, num_new)
+        return True
+
+    def grow(self, sequence: SequenceBlocks, num_positions: int) -> bool:
+        """Give a sequence new blocks up to ``num_positions``.
+
+        Returns:
+            whether there were enough free blocks; if not, nothing has changed.
+        """
+        held = len(sequence.block_ids)
+        if num_positions <= held * self.block_size:
+            return True
+        num_new = self.blocks_for(num_positions) - held
+        if num_new > self._pool.num_free:
+            return False
+        self._append(sequence, num_new)
+        return True
+
+    def commit(self, sequence: SequenceBlocks, num_computed: int) -> None:
+        """Register the full blocks among the first ``num_computed`` positions.
+
+        Call it once the step that computed them was answered: from here on others may read them.
+        """
+        nodes = sequence.nodes
+        num_full = num_computed // self.block_size
+        if len(nodes) >= num_full or not self.enable_prefix_caching:
+            return
+        for index in range(len(nodes), num_full):
+            tokens = self._tokens_of(sequence, index)
+            digest = self._digest_of(sequence, index, tokens)
+            block_id = sequence.block_ids[index]
+            parent = nodes[-1] if nodes else None
+            node = self._index.register(block_id, digest, parent, tokens, sequence.salt)
+            if node is None:  # a collision; what follows would hang on other content's node
+                return
+            if node.block_id == block_id:
+                self._pool.keep(block_id)
+            else:
+                self._pool.share((node.block_id,))
+                self._pool.release((block_id,))
+                sequence.block_ids[index] = node.block_id
+            nodes.append(node)
+
+    def free(self, sequence: SequenceBlocks) -> None:
+        """Take all blocks from a sequence. Registered ones stay usable until they are needed."""
+        self._pool.release(sequence.block_ids)
+        self._clear(sequence)
+        self._holders.discard(sequence)
+
+    def reset(self) -> None:
+        """Take everything from everybody and forget every prefix: the pages are gone."""
+        for sequence in self._holders:
+            self._clear(sequence)
+        self._holders.clear()
+        self._index.clear()
+        self._pool.reset()
+
+    def check_integrity(self, sequences: Iterable[SequenceBlocks]) -> None:
+        """Assert that ``sequences`` are exactly the holders and that all counts agree."""
+        assert self._holders == set(sequences), "the holders are not who they should be"
+        counts = [0] * self.num_blocks
+        for sequence in self._holders:
+            for block_id in sequence.block_ids:
+                counts[block_id] += 1
+            assert len(sequence.nodes) <= len(sequence.block_ids)
+            parent = None
+            for index, node in enumerate(sequence.nodes):
+                assert node.block_id == sequence.block_ids[index] and self._index.contains(node)
+                assert node.holds(parent, self._tokens_of(sequence, index), sequence.salt)
+                parent = node
+        for block_id, count in enumerate(counts):
+            assert count == self._pool.num_holders(block_id), f"block {block_id} has {count} holders"
+        kept = {block_id for block_id in range(self.num_blocks) if self._pool.is_kept(block_id)}
+        assert kept == self._index.block_ids(), "kept blocks and registered blocks differ"
+        self._pool.check_integrity()
+        self._index.check_integrity()
+
+    def _append(self, sequence: SequenceBlocks, num_new: int) -> None:
+        block_ids = self._pool.take(num_new)
+        for block_id in block_ids:
+            self._index.forget(block_id)
+        sequence.block_ids.extend(block_ids)
+
+    def _clear(self, sequence: SequenceBlocks) -> None:
+        del sequence.block_ids[:]
+        sequence.nodes.clear()
+
+    def _tokens_of(self, sequence: SequenceBlocks, index: int) -> bytes:
+        start = index * self.block_size
+        return sequence.token_ids[start : start + self.block_size].tobytes()
+
+    def _digest_of(self, sequence: SequenceBlocks, index: int, tokens: bytes) -> bytes:
+        """Block ``index``'s digest; the digests before it have been asked for already."""
+        digests = sequence.digests
+        if index == len(digests):
+            digests.append(self._digest(digests[-1] if digests else sequence.salt, tokens))
+        return digests[index]

@@ -1,0 +1,183 @@
+"""Tensors described, not read: a stored one, or several joined, stacked, cut or turned. Knows no model.
+
+Where a checkpoint stores a parameter in pieces (a file tensor per expert, gate and up apart), a rank
+that keeps ranges of the parameter reads just those ranges of just those pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shoal.checkpoint.reader import CheckpointReader, Ranges, sliced_shape
+
+__all__ = ["Computed", "Cut", "Joined", "Lazy", "Stacked", "Stored", "Turned"]
+
+
+class Lazy(Protocol):
+    """A tensor that can be read in part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is stored in."""
+        ...
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        """Copy ranges into ``out``, whose shape is theirs; converts dtype and moves device."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it is in the checkpoint."""
+
+    reader: CheckpointReader
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.shape(self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reader.dtype(self.name)
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        self.reader.read_into(self.name, ranges, out)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors put end to end along a dimension."""
+
+    parts: Sequence[Lazy]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        others = {dim: kept for dim, kept in ranges.items() if dim != self.dim}
+        sizes = [part.shape[self.dim] for part in self.parts]
+        begins = list(itertools.accumulate(sizes, initial=0))
+        offset = 0
+        for start, stop in ranges.get(self.dim, ((0, begins[-1]),)):
+            for part, begin, size in zip(self.parts, begins, sizes, strict=False):
+                low, high = max(start, begin), min(stop, begin + size)
+                if low < high:
+                    window = out.narrow(self.dim, offset, high - low)
+                    part.read_into({**others, self.dim: ((low - begin, high - begin),)}, window)
+                    offset += high - low
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape along a new first dimension."""
+
+    parts: Sequence[Lazy]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        inner = {dim - 1: kept for dim, kept in ranges.items() if dim > 0}
+        chosen = itertools.chain(
+            *(range(start, stop) for start, stop in ranges.get(0, ((0, len(self.parts)),)))
+        )
+        for position, part in enumerate(chosen):
+            self.parts[part].read_into(inner, out[position])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One range of another tensor along a dimension."""
+
+    source: Lazy
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sliced_shape(self.source.shape, {self.dim: ((self.start, self.stop),)})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        kept = ranges.get(self.dim, ((0, self.stop - self.start),))
+        moved = tuple((start + self.start, stop + self.start) for start, stop in kept)
+        self.source.read_into({**ranges, self.dim: moved}, out)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Another tensor with two dimensions exchanged."""
+
+    source: Lazy
+    first: int
+    second: int
+
+    def _exchange(self, dim: int) -> int:
+        return {self.first: self.second, self.second: self.first}.get(dim, dim)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        whole = self.source.shape
+        return tuple(whole[self._exchange(dim)] for dim in range(len(whole)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        turned = {self._exchange(dim): kept for dim, kept in ranges.items()}
+        self.source.read_into(turned, out.transpose(self.first, self.second))
+
+
+class Computed:
+    """A tensor that must be computed whole before a part of it can be taken. Kept until it is read once."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute = compute
+        self._values: torch.Tensor | None = None
+
+    def _whole(self) -> torch.Tensor:
+        if self._values is None:
+            self._values = self._compute()
+        return self._values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._whole().shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._whole().dtype
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        values = self._whole()
+        self._values = None
+        for dim, kept in ranges.items():
+            values = torch.cat([values.narrow(dim, start, stop - start) for start, stop in kept], dim)
+        out.copy_(values)

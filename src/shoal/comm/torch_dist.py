@@ -1,0 +1,119 @@
+"""Collectives over torch.distributed: gloo between CPU ranks, NCCL between CUDA ranks. Knows no model.
+
+Uneven shards are padded to the largest for the exchange: gloo and NCCL gather equal pieces only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from shoal.errors import RankError
+
+__all__ = ["TorchComm", "connect", "open_store", "torchrun_place", "use_loopback"]
+
+
+class TorchComm:
+    """One rank's end of a process group. See :class:`shoal.comm.base.Comm`."""
+
+    def __init__(self, group: dist.ProcessGroup, owns_world: bool) -> None:
+        self._group = group
+        self._owns_world = owns_world
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        try:
+            dist.all_reduce(tensor, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"all_reduce: {error}") from error
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
+        largest = max(sizes)
+        moved = tensor.movedim(dim, 0)
+        mine = moved.new_zeros(largest, *moved.shape[1:])
+        mine[: moved.shape[0]] = moved
+        pieces = [torch.empty_like(mine) for _ in sizes]
+        try:
+            dist.all_gather(pieces, mine, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"all_gather: {error}") from error
+        whole = torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+        return whole.movedim(0, dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        try:
+            dist.broadcast(tensor, src=dist.get_global_rank(self._group, source), group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"broadcast: {error}") from error
+        return tensor
+
+    def barrier(self) -> None:
+        try:
+            dist.barrier(group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"barrier: {error}") from error
+
+    def close(self) -> None:
+        if self._owns_world:
+            dist.destroy_process_group()
+
+
+def use_loopback(environment: dict[str, str]) -> None:
+    """Have gloo of a process started with ``environment`` talk over loopback: its ranks share this host."""
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
+
+
+def open_store() -> tuple[TCPStore, str]:
+    """A store for one group's ranks to meet at, on a free loopback port.
+
+    Returns:
+        the store, which lives as long as it is referenced, and its ``host:port``.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, f"127.0.0.1:{store.port}"
+
+
+def connect(rank: int, size: int, rendezvous: str, device: torch.device, timeout_s: float) -> TorchComm:
+    """Join a group.
+
+    Args:
+        rendezvous: ``host:port`` of a store, or empty to use the group that exists (or that
+            torchrun's environment describes).
+        timeout_s: how long a collective waits for its peers.
+
+    Raises:
+        RankError: the peers did not come in time.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if not rendezvous:
+            owns_world = not dist.is_initialized()
+            if owns_world:
+                dist.init_process_group(backend, timeout=timeout)
+            group = dist.new_group(backend=backend, timeout=timeout)
+            return TorchComm(group, owns_world)
+        host, _, port = rendezvous.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(f"rank {rank} could not join its group: {error}", rank) from error
+    assert dist.group.WORLD is not None
+    return TorchComm(dist.group.WORLD, owns_world=True)
+
+
+def torchrun_place() -> tuple[int, int] | None:
+    """(rank, world size) if this process was started by torchrun with more than one rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None

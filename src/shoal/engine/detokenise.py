@@ -1,0 +1,79 @@
+"""Token ids to text, a token at a time, text that is given out being final. Knows no stop strings.
+
+A tokenizer's text is not the sum of its tokens' texts: a character may be several byte tokens, the
+first word loses its space. So a short window of tokens is decoded, and what is new beyond the
+characters already given is given (the method of text-generation-inference and vLLM, with the window's
+start moved to the last clean boundary). Each token costs two decodes of a few tokens, however long the
+text is.
+
+The pieces add up to ``tokenizer.decode(all ids, clean_up_tokenization_spaces=False)``. Exceptions, all
+where a decoder goes back on text it has shown: with byte fallback (Llama 2), a run of byte tokens that
+is valid UTF-8 at first and not in the end is decoded as all U+FFFD, of which the valid beginning was
+given out as its characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.engine.text import Tokenizer
+
+__all__ = ["Detokeniser"]
+
+# A character has at most four bytes, so that three tokens may wait for a fourth. Text that still ends
+# unfinished after this many tokens is broken, and given out but for its last characters.
+_MOST_PENDING = 16
+_MOST_HELD = 3  # characters U+FFFD that a fourth byte could turn into one character
+_KEPT = 12  # tokens: covers the held characters and what is needed to decode them alike
+
+
+class Detokeniser:
+    """The text of one branch as it grows.
+
+    Args:
+        tokenizer: the model's.
+        skip_special_tokens: special tokens leave no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ignored = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._window: list[int] = []  # the last tokens given out, then those pending
+        self._num_given = 0  # characters of the window's text already given out
+        self._num_pending = 0  # tokens at the window's end whose text is not given out
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens; returns the text that became final, never part of a character."""
+        return "".join([self._push_one(token) for token in token_ids])
+
+    def finish(self) -> str:
+        """The rest of the text, with U+FFFD for what stayed incomplete. Nothing may be pushed after."""
+        rest = self._decode()[self._num_given :]
+        self._window, self._num_given, self._num_pending = [], 0, 0
+        return rest
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+
+    def _push_one(self, token: int) -> str:
+        if token in self._ignored or not 0 <= token < self._tokenizer.num_known:
+            return ""  # leaves no text, now or later
+        self._window.append(token)
+        self._num_pending += 1
+        text = self._decode()
+        is_unfinished = text.endswith(self._tokenizer.unfinished_suffixes)
+        must_move = self._num_pending > _MOST_PENDING
+        if is_unfinished and not must_move:
+            return ""
+        held = min(len(text) - len(text.rstrip("\ufffd")), _MOST_HELD)
+        new = text[self._num_given : len(text) - held]
+        if new or must_move:
+            self._move_window(held)
+        return new
+
+    def _move_window(self, held: int) -> None:
+        """Forget tokens that decoding the next ones does not need; ``held`` characters stay to give."""
+        self._window = self._window[-_KEPT if held else -self._num_pending :]
+        self._num_given = max(len(self._decode()) - held, 0)
+        self._num_pending = 0

@@ -1,0 +1,227 @@
+"""From a configuration to a running engine core: find the model, plan, prove, load, size. Each decision made
+for the user is said in one log line. Knows no request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shoal.cache.manager import CacheManager
+from shoal.checkpoint.progress import reporting
+from shoal.checkpoint.source import check_supported, home, resolve
+from shoal.config import EngineConfig
+from shoal.device.base import Device, check_ranks, resolve_device
+from shoal.engine.admission import Admission
+from shoal.engine.core import EngineCore
+from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defaults
+from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defaults
+from shoal.engine.protocol import EngineInfo
+from shoal.engine.text import Tokenizer
+from shoal.errors import ConfigError
+from shoal.messages import AllocateKV, RankReady, RankReport
+from shoal.model.build import causal_class, load_config, model_length
+from shoal.plan.types import Plan
+from shoal.prove.cached import plan_and_prove
+from shoal.sched.scheduler import Scheduler
+from shoal.worker.executor import Executor, InlineExecutor, Load, ProcessExecutor
+from shoal.worker.torchrun import TorchrunExecutor, torchrun_place
+
+__all__ = ["launch"]
+
+_log = logging.getLogger("shoal.engine")
+
+
+def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
+    """Start an engine.
+
+    Args:
+        config: validated options.
+        show_progress: bars (on a terminal) or lines about the slow parts, to stderr.
+
+    Raises:
+        UsageError: the model or an option is wrong; nothing is left running.
+        RankError: a rank failed while loading.
+    """
+    started = time.perf_counter()
+    device = resolve_device(config.device)
+    check_ranks(device, config.tensor_parallel_size)
+    path = resolve(config.model, config.revision, progress=show_progress)
+    hf_config = load_config(path, config.trust_remote_code)
+    check_supported(hf_config)
+    model_class = causal_class(hf_config, path, config.trust_remote_code)
+    tokenizer = Tokenizer.load(
+        path, config.trust_remote_code, vocab_size=hf_config.get_text_config().vocab_size
+    )
+    length = _model_len(config, hf_config)
+    with reporting("planning and proving the split", show_progress and config.tensor_parallel_size > 1):
+        plan = plan_and_prove(model_class, hf_config, config.tensor_parallel_size, home() / "plans")
+    executor = _executor(config, path, plan)
+    try:
+        with reporting("loading weights", show_progress) as report:
+            reports = executor.load(report)
+        blocks = _num_blocks(config, reports, length)
+        length = _fitting_len(config, length, blocks)
+        ready = executor.allocate(AllocateKV(num_blocks=blocks, block_size=config.block_size))
+    except BaseException:
+        executor.shutdown()
+        raise
+    scheduler = Scheduler(
+        CacheManager(blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=length,
+        max_num_queued_requests=config.max_num_queued_requests,
+    )
+    info = _info(config, model_class, device, plan, reports, ready, length, blocks, started)
+    _announce(info, reports)
+    return EngineCore(executor, scheduler, tokenizer, _admission(config, path, hf_config, tokenizer), info)
+
+
+def _model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
+    """Tokens of one sequence, as far as the model goes."""
+    own = model_length(hf_config.get_text_config())
+    asked = config.max_model_len
+    if own is None and asked is None:
+        raise ConfigError(
+            "max_model_len: the model's config does not say how long it may be; pass max_model_len",
+            field="max_model_len",
+        )
+    if own is not None and asked is not None and asked > own:
+        raise ConfigError(
+            f"max_model_len: {asked} is more than the model was made for ({own})", field="max_model_len"
+        )
+    return asked if asked is not None else own or 0
+
+
+def _executor(config: EngineConfig, path: Path, plan: Plan) -> Executor:
+    load = Load(
+        config=config.model_dump(),
+        model_path=str(path),
+        plan=plan.to_dict(),
+        world_size=config.tensor_parallel_size,
+        load_timeout_s=config.load_timeout,
+        step_timeout_s=config.step_timeout,
+    )
+    size = config.tensor_parallel_size
+    place = torchrun_place()
+    if place is not None and size > 1:
+        if place[1] != size:
+            raise ConfigError(
+                f"tensor_parallel_size: {size}, but torchrun started {place[1]} ranks; make them equal",
+                field="tensor_parallel_size",
+            )
+        return TorchrunExecutor(load)
+    if config.executor == "inline" and size > 1:
+        raise ConfigError("executor: inline carries one rank; pass processes", field="executor")
+    if config.executor == "inline" or (config.executor == "auto" and size == 1):
+        return InlineExecutor(load)
+    return ProcessExecutor(load)
+
+
+def _num_blocks(config: EngineConfig, reports: Sequence[RankReport], length: int) -> int:
+    """KV blocks that every rank can keep; no more than ``max_num_seqs`` full sequences need."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    fitting = min(r.kv_budget_bytes // (r.kv_bytes_per_token * config.block_size) for r in reports)
+    if fitting < 1:
+        poorest = min(reports, key=lambda r: r.kv_budget_bytes)
+        raise ConfigError(
+            f"kv_cache_memory_bytes: rank {poorest.rank} has {poorest.kv_budget_bytes} bytes for KV pages, a "
+            f"block takes {poorest.kv_bytes_per_token * config.block_size}; raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes, or use more ranks",
+            field="kv_cache_memory_bytes",
+        )
+    return min(fitting, config.max_num_seqs * -(-length // config.block_size))
+
+
+def _fitting_len(config: EngineConfig, length: int, blocks: int) -> int:
+    capacity = blocks * config.block_size
+    if length > capacity:
+        _log.warning(
+            "max_model_len is %d, not %d: so many tokens fit into the KV cache of %d blocks",
+            capacity,
+            length,
+            blocks,
+        )
+    return min(length, capacity)
+
+
+def _admission(
+    config: EngineConfig, path: Path, hf_config: PreTrainedConfig, tokenizer: Tokenizer
+) -> Admission:
+    return Admission(
+        vocab_size=tokenizer.vocab_size,
+        eos_ids=frozenset(eos_token_ids(path, hf_config, tokenizer)),
+        model_defaults=model_sampling_defaults(path),
+        seed=config.seed,
+        replica_index=config.replica_index,
+    )
+
+
+def _info(
+    config: EngineConfig,
+    model_class: type[PreTrainedModel],
+    device: Device,
+    plan: Plan,
+    reports: Sequence[RankReport],
+    ready: Sequence[RankReady],
+    length: int,
+    blocks: int,
+    started: float,
+) -> EngineInfo:
+    ranks = tuple(
+        {
+            "rank": report.rank,
+            "weight_bytes": report.weight_bytes,
+            "kv_bytes": answer.kv_bytes,
+            "kv_bytes_per_token": report.kv_bytes_per_token,
+            "bytes_read": report.bytes_read,
+            "private_growth_bytes": answer.private_growth_bytes,
+            "peak_growth_bytes": report.peak_growth_bytes,
+        }
+        for report, answer in zip(reports, ready, strict=True)
+    )
+    summary = tuple(
+        (pattern, split.op, "/".join(map(str, split.sizes)) if split.is_split else split.reason)
+        for pattern, split in plan.params.items()
+    )
+    return EngineInfo(
+        model=config.model,
+        architecture=model_class.__name__,
+        max_model_len=length,
+        tensor_parallel_size=config.tensor_parallel_size,
+        num_blocks=blocks,
+        block_size=config.block_size,
+        attention=reports[0].attention,
+        dtype=reports[0].dtype,
+        device=device.name,
+        plan_summary=summary,
+        ranks=ranks,
+        load_s=time.perf_counter() - started,
+    )
+
+
+def _announce(info: EngineInfo, reports: Sequence[RankReport]) -> None:
+    for note in reports[0].notes:
+        _log.info("%s", note)
+    _log.info("attention: %s on %s", info.attention, info.device)
+    for rank in info.ranks:
+        _log.info(
+            "rank %d: %.1f MB of weights, %.1f MB of KV pages",
+            rank["rank"],
+            rank["weight_bytes"] / 1e6,
+            rank["kv_bytes"] / 1e6,
+        )
+    _log.info(
+        "%s ready in %.1f s: %d blocks of %d tokens, sequences of up to %d",
+        info.architecture,
+        info.load_s,
+        info.num_blocks,
+        info.block_size,
+        info.max_model_len,
+    )

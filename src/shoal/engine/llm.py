@@ -1,0 +1,201 @@
+"""``LLM``: the engine for a script. Steps the core on the caller's own thread; knows no asyncio."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from shoal.config import EngineConfig, make_config
+from shoal.engine.core import EngineCore
+from shoal.engine.launch import launch
+from shoal.engine.outputs import RequestOutput
+from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
+from shoal.engine.results import Collector
+from shoal.errors import EngineDeadError, RankError, RequestError
+from shoal.sampling_params import SamplingParams
+from shoal.worker.torchrun import serve_rank, torchrun_place
+
+__all__ = ["LLM"]
+
+Messages = Sequence[Mapping[str, Any]]
+OnFinish = Callable[[int], None]
+"""Called with the number of requests finished so far."""
+
+
+class LLM:
+    """One model over ``tensor_parallel_size`` ranks; use it as a context manager or call :meth:`shutdown`.
+
+    Takes the fields of :class:`shoal.config.EngineConfig` as keywords.
+
+    Under ``torchrun`` the ranks that exist are used. Rank 0 drives; on the others, :meth:`generate` (or
+    the end of the ``with`` block) serves until rank 0 shuts down, and gives back nothing.
+
+    Raises:
+        UsageError: the model or an option is wrong.
+        RankError: a rank failed while loading.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        config: EngineConfig | None = None,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> None:
+        config = config or make_config(model=model, **options)
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._core: EngineCore | None = None
+        place = torchrun_place()
+        self._serves = place is not None and place[0] > 0 and config.tensor_parallel_size > 1
+        self._has_served = False
+        if self._serves:
+            atexit.register(self.shutdown)  # rank 0 counts on us, whatever the script does
+        else:
+            self._core = launch(config, show_progress)
+            # Ranks must not outlive a script that forgets to shut down.
+            weakref.finalize(self, self._core.shutdown)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Fixed facts of the running engine."""
+        return self._running().info
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        return self._running().stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_finish: OnFinish | None = None,
+    ) -> list[RequestOutput]:
+        """Serve prompts together.
+
+        Args:
+            prompts: one prompt or several; a prompt is text, ``{"prompt": text}``,
+                ``{"prompt_token_ids": [...]}`` or a list of token ids.
+            sampling_params: for all of them, or one each.
+            on_finish: called after each request that ends.
+
+        Returns:
+            one output a prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; none is.
+            EngineDeadError: the ranks are gone.
+        """
+        if self._serve_instead():
+            return []
+        many = _listed(prompts)
+        params = _each(sampling_params, len(many))
+        core = self._running()
+        resolved = [core.tokenizer.resolve_prompt(prompt) for prompt in many]
+        with self._lock:
+            return self._run(core, resolved, params, on_finish)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_finish: OnFinish | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """As :meth:`generate`, for one conversation or several, through the model's chat template."""
+        if self._serve_instead():
+            return []
+        if not messages:
+            raise RequestError("messages: must not be empty", field="messages")
+        many = [messages] if isinstance(messages[0], Mapping) else messages
+        core = self._running()
+        prompts = [{"prompt_token_ids": core.tokenizer.render_chat(m, **template_kwargs)} for m in many]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, on_finish)
+
+    def shutdown(self) -> None:
+        """Stop the ranks. Safe to call twice."""
+        if not self._serve_instead() and self._core is not None:
+            self._core.shutdown()
+            self._core = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        core: EngineCore,
+        resolved: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        on_finish: OnFinish | None,
+    ) -> list[RequestOutput]:
+        collectors: dict[str, Collector] = {}
+        done = 0
+        try:
+            for (text, ids), one in zip(resolved, params, strict=True):
+                request_id = str(self._next_id)
+                self._next_id += 1
+                core.submit(request_id, ids, one)
+                collectors[request_id] = Collector(request_id, text, ids, one)
+            while core.has_work:
+                for delta in core.step():
+                    collectors[delta.request_id].push(delta)
+                    done += delta.finished
+                    if delta.finished and on_finish is not None:
+                        on_finish(done)
+        except RankError as error:
+            self.shutdown()
+            raise EngineDeadError(f"the engine has failed: {error}") from error
+        except BaseException:
+            for request_id in collectors:
+                core.abort(request_id)
+            raise
+        return [collector.final() for collector in collectors.values()]
+
+    def _serve_instead(self) -> bool:
+        """On a rank that does not drive: serve until rank 0 is done."""
+        if not self._serves:
+            return False
+        if not self._has_served:
+            self._has_served = True
+            serve_rank()
+        return True
+
+    def _running(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._core
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list; a list of integers is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params: {len(params)} for {count} prompts; pass one for all or one each",
+            field="sampling_params",
+        )
+    return list(params)

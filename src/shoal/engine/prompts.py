@@ -1,0 +1,94 @@
+"""What a caller may pass as a prompt, checked and turned into token ids. Knows no engine and no
+lengths: whether the prompt fits is for those who know ``max_model_len``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.engine.protocol import Prompt
+from shoal.errors import RequestError
+
+__all__ = ["resolve_prompt"]
+
+_KEYS = ("prompt", "prompt_token_ids")
+
+_Encode = Callable[[str], list[int]]
+
+
+def resolve_prompt(prompt: Prompt, encode: _Encode, vocab_size: int) -> tuple[str | None, list[int]]:
+    """The text (if any was given) and the token ids of a prompt.
+
+    Args:
+        prompt: text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a sequence of ids. A
+            mapping with both is served by its ids and reports its text.
+        encode: text to ids; it refuses text if there is no tokenizer.
+        vocab_size: the model's number of token embeddings.
+
+    Raises:
+        RequestError: empty, of the wrong type, ids out of range, or what ``encode`` raises.
+    """
+    if isinstance(prompt, str):
+        return prompt, _encoded(prompt, encode, vocab_size)
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt, encode, vocab_size)
+    return None, _checked_ids(prompt, vocab_size, "prompt")
+
+
+def _from_mapping(
+    prompt: Mapping[str, Any], encode: _Encode, vocab_size: int
+) -> tuple[str | None, list[int]]:
+    for key in prompt:
+        if key not in _KEYS:
+            raise RequestError(f"prompt: unknown key {key!r}; there are: {', '.join(_KEYS)}", "prompt")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise RequestError(f"prompt: needs one of the keys {', '.join(_KEYS)}", "prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt: must be a string, got {type(text).__name__}", "prompt")
+    if ids is not None:
+        return text, _checked_ids(ids, vocab_size, "prompt_token_ids")
+    assert text is not None
+    return text, _encoded(text, encode, vocab_size)
+
+
+def _encoded(text: str, encode: _Encode, vocab_size: int) -> list[int]:
+    if not text:
+        raise RequestError("prompt: must not be empty; give at least one token", "prompt")
+    ids = encode(text)
+    if not ids:
+        raise RequestError(f"prompt: must not be empty, and {text!r} has no tokens", "prompt")
+    beyond = next((i for i in ids if i >= vocab_size), None)
+    if beyond is not None:
+        raise RequestError(
+            f"prompt: holds token {beyond}, which the tokenizer knows but the model does not: "
+            f"it has {vocab_size} tokens",
+            "prompt",
+        )
+    return ids
+
+
+def _checked_ids(ids: Any, vocab_size: int, field: str) -> list[int]:
+    """Token ids as plain ints. Any sequence or array of integers will do."""
+    if hasattr(ids, "tolist"):  # an array, a tensor
+        ids = ids.tolist()
+    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
+        kind = "text or a list of" if field == "prompt" else "a list of"
+        raise RequestError(f"{field}: must be {kind} token ids, got {type(ids).__name__}", field)
+    if not ids:
+        raise RequestError(f"{field}: must not be empty; give at least one token", field)
+    return list(_integers(ids, vocab_size, field))
+
+
+def _integers(ids: Sequence[Any], vocab_size: int, field: str) -> Iterator[int]:
+    for index, value in enumerate(ids):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise RequestError(f"{field}[{index}]: must be an integer token id, got {value!r}", field)
+        number = operator.index(value)
+        if not 0 <= number < vocab_size:
+            raise RequestError(
+                f"{field}[{index}]: must be a token id from 0 to {vocab_size - 1}, got {number}", field
+            )
+        yield number

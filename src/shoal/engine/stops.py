@@ -1,0 +1,132 @@
+"""Stop strings in text that arrives in pieces, and the text of a branch as a whole. Knows no token
+that ends a sequence: end-of-sequence and stop token ids are for those who see ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.engine.detokenise import Detokeniser
+from shoal.engine.text import Tokenizer
+from shoal.errors import RequestError
+from shoal.sampling_params import SamplingParams
+
+__all__ = ["BranchText", "StopFinder"]
+
+
+class StopFinder:
+    """Cuts a stream of text at the first stop string.
+
+    Text that may be the beginning of a stop string is held back until it is clear that it is not.
+
+    Args:
+        stops: non-empty strings.
+        include_stop: leave the stop string in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Take the next piece.
+
+        Args:
+            text: what was added.
+            may_stop: False: a stop string that ends in this piece does not count.
+
+        Returns:
+            the text to give out, and the stop string found. Of several the one that begins first
+            counts, then the one listed first. After one is found nothing may be pushed.
+        """
+        if not self._stops or not text:
+            return text, None
+        searched = len(self._held)
+        buffer = self._held + text
+        found = self._find(buffer, searched) if may_stop else None
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return buffer[: start + len(stop) if self._include_stop else start], stop
+        num_kept = self._longest_beginning(buffer)
+        self._held = buffer[len(buffer) - num_kept :]
+        return buffer[: len(buffer) - num_kept], None
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _find(self, buffer: str, searched: int) -> tuple[int, str] | None:
+        """The first stop string that ends after ``searched`` characters."""
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, searched - len(stop) + 1))
+            if start >= 0 and (best is None or start < best[0]):
+                best = start, stop
+        return best
+
+    def _longest_beginning(self, buffer: str) -> int:
+        """Length of the longest end of ``buffer`` that a stop string, not yet complete, begins with."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
+                if buffer.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+
+class BranchText:
+    """Tokens of one branch in, final text out, until a stop string.
+
+    Args:
+        tokenizer: the model's.
+        params: stop, include_stop_str_in_output, min_tokens and skip_special_tokens are read.
+
+    Raises:
+        RequestError: stop strings, and a model without a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+        if stops and not tokenizer.is_present:
+            raise RequestError("stop: this model has no tokenizer, so no text; use stop_token_ids", "stop")
+        self._detokeniser = Detokeniser(tokenizer, params.skip_special_tokens)
+        self._finder = StopFinder(stops, params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._is_stopped = False
+        self.num_tokens = 0  # taken in, up to and including the one that completed a stop string
+
+    def push(self, token_ids: Sequence[int], num_output: int) -> tuple[str, str | None]:
+        """Take the next output tokens.
+
+        Args:
+            token_ids: those to take in; none of the branch's stop tokens, unless their text is wanted.
+            num_output: output tokens of the branch so far, these included. As in vLLM, a stop string
+                counts only if it ends in the text of a token after the first ``min_tokens``.
+
+        Returns:
+            the text that became final, and the stop string found, if one was. Then the text ends at
+            it, tokens after the one that completed it were left alone (see ``num_tokens``), and
+            nothing more may be pushed.
+        """
+        assert not self._is_stopped, "pushed after a stop string"
+        pieces = []
+        for number, token in enumerate(token_ids, num_output - len(token_ids) + 1):
+            text = self._detokeniser.push((token,))
+            self.num_tokens += 1
+            piece, stop = self._finder.push(text, may_stop=number > self._min_tokens)
+            pieces.append(piece)
+            if stop is not None:
+                self._is_stopped = True
+                return "".join(pieces), stop
+        return "".join(pieces), None
+
+    def finish(self) -> str:
+        """The rest of the text: what was held back. Empty after a stop string."""
+        if self._is_stopped:
+            return ""
+        tail = self._detokeniser.finish()
+        return self._finder.finish() + tail

@@ -1,0 +1,69 @@
+"""What the worker feeds a model and what it gets back. Knows no family and no kernel.
+
+Shape letters: T tokens of the step, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shoal.attention.base import KVShape, LayerPages
+
+__all__ = ["Ragged", "Row", "ServedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's tokens in a ragged batch."""
+
+    first: int  # its tokens are first .. first + count
+    count: int
+    start: int  # position of its first token: so many positions are in its pages already
+    block_ids: torch.Tensor  # [blocks] int64, enough for start + count positions
+
+    @property
+    def length(self) -> int:
+        """Positions visible to its last token."""
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class Ragged:
+    """One step's tokens, sequence after sequence; those that bring a single token come first."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64: block * block_size + offset
+    rows: Sequence[Row]
+    wanted: torch.Tensor  # [R] int64: tokens whose logits are wanted
+    block_size: int
+
+
+class ServedModel(Protocol):
+    """A model that computes ragged batches over KV pages."""
+
+    @property
+    def way(self) -> str:
+        """How it is served: ``paged`` or ``padded``."""
+        ...
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """What each layer keeps per position on this rank."""
+        ...
+
+    def use_pages(self, pages: list[LayerPages]) -> None:
+        """Keep K and V there from now on."""
+        ...
+
+    def plain(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of one sequence ids [T] at tokens ``wanted`` [R], without pages."""
+        ...
+
+    def logits(self, batch: Ragged) -> torch.Tensor:
+        """Logits [R, V] of a batch; its keys and values are in the pages afterwards."""
+        ...

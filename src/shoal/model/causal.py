@@ -1,0 +1,176 @@
+"""Decoders over KV pages, in two ways. ``paged``: attention goes through transformers' registry and lands
+in our kernel, the batch is one ragged row. ``padded``: the layers' own attention code runs on dense K and V
+that a cache of ours gathers. Knows no scheduler; which way a model goes is decided in :mod:`.choose`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shoal.attention.base import AttentionBatch, DecodeGroup, KVShape, LayerPages, PagedKernel, Prefill
+from shoal.attention.dense_cache import PaddedBatch, dense_cache, measuring_cache
+from shoal.attention.hook import AttentionContext, attach
+from shoal.model.base import Ragged, Row, ServedModel
+
+__all__ = ["Caller", "PaddedCausal", "PagedCausal", "attention_batch"]
+
+
+class Caller:
+    """Calls a transformers causal model whatever its version calls its arguments."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        names = set(inspect.signature(module.forward).parameters)
+        self.cache_name = next((n for n in ("cache", "past_key_values") if n in names), None)
+        self._takes_positions = "position_ids" in names
+        self._takes_keep = "logits_to_keep" in names
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, **extra: Any
+    ) -> torch.Tensor:
+        """Logits at columns ``wanted`` (None: the last one).
+
+        Args:
+            ids: [B, T] int64.
+            positions: [B, T] int64; left out where the model has no such argument.
+            wanted: [R] int64 columns.
+
+        Returns:
+            [B, R, V].
+        """
+        if self._takes_positions:
+            extra["position_ids"] = positions
+        if self._takes_keep:
+            extra["logits_to_keep"] = 1 if wanted is None else wanted
+        logits: torch.Tensor = self.module(input_ids=ids, return_dict=True, **extra).logits
+        if not self._takes_keep:
+            logits = logits[:, -1:] if wanted is None else logits[:, wanted]
+        return logits
+
+
+def attention_batch(batch: Ragged) -> AttentionBatch:
+    """The batch as a paged kernel wants it."""
+    singles = sum(row.count == 1 for row in batch.rows)
+    decode = None
+    if singles:
+        rows = batch.rows[:singles]
+        width = max(len(row.block_ids) for row in rows)
+        table = torch.zeros(singles, width, dtype=torch.int64, device=batch.ids.device)
+        for index, row in enumerate(rows):
+            table[index, : len(row.block_ids)] = row.block_ids
+        lengths = torch.tensor([row.length for row in rows], device=batch.ids.device)
+        decode = DecodeGroup(table, lengths)
+    prefills = [
+        Prefill(row.first, row.first + row.count, row.block_ids, row.length) for row in batch.rows[singles:]
+    ]
+    return AttentionBatch(batch.slots, decode, prefills)
+
+
+class PagedCausal:
+    """A decoder whose attention is ours."""
+
+    way = "paged"
+
+    def __init__(self, module: PreTrainedModel, kernel: PagedKernel) -> None:
+        self._call = Caller(module)
+        self._context = AttentionContext(kernel)
+        attach(module, self._context)
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, kernel: PagedKernel) -> ServedModel:
+        """The module served this way, untested."""
+        return cls(module, kernel)
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """Known once :meth:`plain` has run."""
+        return self._context.shapes
+
+    def use_pages(self, pages: list[LayerPages]) -> None:
+        self._context.pages = pages
+
+    def plain(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        self._context.batch = None
+        positions = torch.arange(len(ids), device=ids.device)
+        return self._call(ids[None], positions[None], wanted, use_cache=False)[0]
+
+    def logits(self, batch: Ragged) -> torch.Tensor:
+        self._context.batch = attention_batch(batch)
+        return self._call(batch.ids[None], batch.positions[None], batch.wanted, use_cache=False)[0]
+
+
+class PaddedCausal:
+    """A decoder with attention code of its own and a ``Cache`` argument.
+
+    Sequences with one token go together as one left-padded batch; each longer one goes alone.
+    """
+
+    way = "padded"
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._call = Caller(module)
+        self._num_layers: int = getattr(module.config, "num_hidden_layers", 0)
+        self._shapes: list[KVShape] = []
+        self._pages: list[LayerPages] = []
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, kernel: PagedKernel) -> ServedModel:
+        """The module served this way, untested; it brings its own kernel."""
+        return cls(module)
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """Known once :meth:`plain` has run."""
+        return self._shapes
+
+    def use_pages(self, pages: list[LayerPages]) -> None:
+        self._pages = pages
+
+    def plain(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        cache, noted = measuring_cache(self._num_layers)
+        positions = torch.arange(len(ids), device=ids.device)
+        logits = self._call(ids[None], positions[None], wanted, **self._cached(cache))[0]
+        self._shapes = [shape for layer in noted for shape in layer]
+        return logits
+
+    def logits(self, batch: Ragged) -> torch.Tensor:
+        singles = sum(row.count == 1 for row in batch.rows)
+        groups = [[row] for row in batch.rows[singles:]]
+        if singles:
+            groups.insert(0, list(batch.rows[:singles]))
+        wanted = batch.wanted.tolist()
+        logits_of: dict[int, torch.Tensor] = {}
+        for rows in groups:
+            out = self._forward(batch, rows)  # [B, 1, V]
+            for index, row in enumerate(rows):
+                logits_of[row.first + row.count - 1] = out[index, -1]
+        return torch.stack([logits_of[token] for token in wanted])
+
+    def _forward(self, batch: Ragged, rows: list[Row]) -> torch.Tensor:
+        """The last column's logits [B, 1, V] of rows that bring equally many tokens."""
+        new, length = rows[0].count, max(row.length for row in rows)
+        device = batch.ids.device
+        mask = torch.zeros(len(rows), length, dtype=torch.int64, device=device)
+        past = torch.zeros(len(rows), length - new, dtype=torch.int64, device=device)
+        tokens = torch.stack([torch.arange(r.first, r.first + r.count, device=device) for r in rows])
+        offsets = torch.arange(batch.block_size, device=device)
+        for index, row in enumerate(rows):
+            mask[index, length - row.length :] = 1
+            if row.start:
+                slots = (row.block_ids[:, None] * batch.block_size + offsets).flatten()
+                past[index, -row.start :] = slots[: row.start]
+        real = torch.ones(len(rows), new, dtype=torch.bool, device=device)
+        padded = PaddedBatch(real, batch.slots[tokens.flatten()], past, length)
+        cache = dense_cache(self._pages, padded)
+        ids, positions = batch.ids[tokens], batch.positions[tokens]
+        return self._call(ids, positions, None, attention_mask=mask, **self._cached(cache))
+
+    def _cached(self, cache: Any) -> dict[str, Any]:
+        if self._call.cache_name is None:
+            raise TypeError("its forward takes no cache")
+        return {self._call.cache_name: cache, "use_cache": True}

@@ -1,0 +1,163 @@
+"""Which way a decoder is served, decided by trying: the deepest way whose numbers agree with the model's
+own plain attention is taken, and why the others were not is said. Knows no family names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from shoal.attention.base import PagedKernel
+from shoal.attention.pages import allocate
+from shoal.errors import UnsupportedError
+from shoal.model.base import Ragged, Row, ServedModel
+from shoal.model.causal import Caller, PaddedCausal, PagedCausal
+
+__all__ = ["Chosen", "ragged", "serve_causal", "tolerance"]
+
+_BLOCK_SIZE = 4  # of the self-check's own pages: small, so that a dozen tokens cross blocks
+_LENGTHS = (11, 6)
+
+
+class Chosen(NamedTuple):
+    """How a model is served, and what was said about it."""
+
+    model: ServedModel
+    notes: tuple[str, ...]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative error two right computations of the same logits may show."""
+    return {torch.float64: 1e-9, torch.float32: 2e-4}.get(dtype, 5e-2)
+
+
+def ragged(
+    sequences: Sequence[tuple[Sequence[int], int, torch.Tensor, bool]], block_size: int, device: torch.device
+) -> Ragged:
+    """A batch from (token ids, start, block ids, logits wanted), single-token sequences put first.
+
+    The order of the wanted logits is that of the reordered rows.
+    """
+    ordered = sorted(sequences, key=lambda s: len(s[0]) > 1)
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[Row] = []
+    wanted: list[int] = []
+    slots = []
+    for tokens, start, blocks, want in ordered:
+        rows.append(Row(len(ids), len(tokens), start, blocks))
+        at = torch.arange(start, start + len(tokens), device=blocks.device)
+        slots.append(blocks[at // block_size] * block_size + at % block_size)
+        ids.extend(tokens)
+        positions.extend(range(start, start + len(tokens)))
+        if want:
+            wanted.append(len(ids) - 1)
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
+    return Ragged(
+        as_tensor(ids), as_tensor(positions), torch.cat(slots).to(device), rows, as_tensor(wanted), block_size
+    )
+
+
+def serve_causal(module: PreTrainedModel, kernel: PagedKernel, device: torch.device) -> Chosen:
+    """Find the way ``module`` (weights loaded, on ``device``) is served.
+
+    Raises:
+        UnsupportedError: no way gives the model's own logits.
+    """
+    module.config._attn_implementation = "eager"
+    vocabulary: int = module.config.get_text_config().vocab_size
+    prompts = [[(7 * i + 3 * n) % vocabulary for i in range(n)] for n in _LENGTHS]
+    expected = _reference(module, prompts, device)
+    notes: list[str] = []
+    for way in (PagedCausal, PaddedCausal):
+        module.config._attn_implementation = "eager"  # PagedCausal sets its own
+        model = way.of(module, kernel)
+        problem = _check(model, prompts, expected, module.dtype, device)
+        if problem is None:
+            return Chosen(model, (*notes, f"served the {model.way} way"))
+        notes.append(f"not {model.way}: {problem}")
+    raise UnsupportedError(
+        f"model: {type(module).__name__} cannot be served: {'; '.join(notes)}", field="model"
+    )
+
+
+def _reference(
+    module: PreTrainedModel, prompts: Sequence[Sequence[int]], device: torch.device
+) -> list[torch.Tensor]:
+    """Every position's logits [T, V] of each prompt, by the model's own attention, without a cache."""
+    caller = Caller(module)
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt, device=device)
+        every = torch.arange(len(prompt), device=device)
+        out.append(caller(ids[None], every[None], every, use_cache=False)[0])
+    return out
+
+
+def _check(
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """Why ``model`` must not be used, or None: a prompt whole, one in chunks, then decoding side by side."""
+    try:
+        every = torch.arange(len(prompts[0]), device=device)
+        plain = model.plain(torch.tensor(prompts[0], device=device), every)
+        if not model.kv_shapes:
+            return "its attention does not pass through the interface"
+        error = _difference(plain, expected[0])
+        if error > tolerance(dtype):
+            return f"logits without a cache differ by {error:.1e}"
+        error = _served_difference(model, prompts, expected, dtype, device)
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+    ) as e:
+        # Whatever a model's own code makes of a batch it was not written for: this way is not for it.
+        return f"{type(e).__name__}: {str(e)[:200]}"
+    return None if error <= tolerance(dtype) else f"logits over pages differ by {error:.1e}"
+
+
+def _served_difference(
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Largest relative error of logits over pages, through prefill, chunks and mixed decode steps."""
+    blocks_each = -(-max(_LENGTHS) // _BLOCK_SIZE)
+    model.use_pages(allocate(model.kv_shapes, 2 * blocks_each, _BLOCK_SIZE, dtype, device))
+    # Interleaved block ids, so that a kernel that ignores the table is found out.
+    tables = [torch.arange(k, 2 * blocks_each, 2, device=device) for k in range(2)]
+    long, short = prompts
+    steps: list[list[tuple[int, int, int]]] = [  # (prompt, from, to)
+        [(0, 0, 5)],
+        [(0, 5, 9), (1, 0, 4)],
+        [(1, 4, 5), (0, 9, 10)],
+        [(0, 10, 11), (1, 5, 6)],
+    ]
+    worst = 0.0
+    for step in steps:
+        step = sorted(step, key=lambda s: s[2] - s[1] > 1)
+        batch = ragged([((long, short)[p][a:b], a, tables[p], True) for p, a, b in step], _BLOCK_SIZE, device)
+        logits = model.logits(batch)
+        want = torch.stack([expected[p][b - 1] for p, _, b in step])
+        worst = max(worst, _difference(logits, want))
+    return worst
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference over the largest magnitude wanted; infinite where not a number."""
+    gap = (got - want).abs().max() / want.abs().max().clamp_min(1e-30)
+    return float(gap) if torch.isfinite(gap) else float("inf")

@@ -1,0 +1,141 @@
+"""The glue check: does a model's own code, between the weights, compute a rank's part when it is given
+a rank's part? Knows no search.
+
+All weights are stubs that replay a recording; the rank's code must hand every planned consumer exactly
+its columns, everything else exactly what the whole model handed it, in prefill and decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shoal.plan.cutting import argument_hook, cut_ranges
+from shoal.plan.drive import Pass
+from shoal.plan.integers import IntegerKey, IntegerTrace, TracedInt, integer_slots, write_integer
+from shoal.plan.linears import is_splittable, output_attribute
+from shoal.plan.probe import GlueError, Recording, Replay, replay
+from shoal.plan.regions import DraftRegion
+from shoal.plan.types import ArgumentSlice, Range, pattern_of
+
+__all__ = ["Glue", "Local", "Verdict"]
+
+Patches = Mapping[IntegerKey, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RawSlice:
+    """A raw parameter (a sink, a query bias) of which a rank's code needs its part along ``dim``."""
+
+    pattern: str
+    dim: int
+    size: int
+    ranges: tuple[tuple[Range, ...], ...]  # one entry a rank
+
+
+@dataclass(slots=True)
+class Local:
+    """Everything that makes code rank-local: split regions, changed integers, cut arguments and tensors."""
+
+    regions: list[DraftRegion] = field(default_factory=list)
+    patches: dict[IntegerKey, tuple[int, ...]] = field(default_factory=dict)
+    args: list[ArgumentSlice] = field(default_factory=list)
+    raw: list[RawSlice] = field(default_factory=list)
+
+    def plus(self, region: DraftRegion) -> Local:
+        """A copy with one region more."""
+        return Local([*self.regions, region], dict(self.patches), list(self.args), list(self.raw))
+
+    def part(self, rank: int) -> Replay:
+        """The rank's columns and rows of all regions."""
+        columns = {name: parts[rank] for region in self.regions for name, parts in region.columns.items()}
+        rows = {name: parts[rank] for region in self.regions for name, parts in region.rows.items()}
+        return Replay(columns, rows)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a check found: no error, or one and the integers used last before it."""
+
+    error: str = ""
+    suspects: list[IntegerKey] = field(default_factory=list)
+    passes: list[list[Pass]] = field(default_factory=list)  # per recording
+
+
+@dataclass(slots=True)
+class Glue:
+    """A probe model and its recordings, to be replayed rank by rank."""
+
+    model: nn.Module
+    recordings: Sequence[Recording]
+    num_checks: int = 0
+
+    def check(self, local: Local, rank: int, traced: bool = True) -> Verdict:
+        """Replay every recording as ``rank``.
+
+        Args:
+            local: what is split and changed.
+            rank: whose part.
+            traced: put traced integers into the homes of the regions, for ``suspects``.
+        """
+        self.num_checks += 1
+        trace = IntegerTrace()
+        verdict = Verdict()
+        try:
+            with self._localised(local, rank, traced):
+                for recording in self.recordings:
+                    verdict.passes.append(replay(self.model, recording, local.part(rank), trace))
+        except GlueError as error:
+            verdict.error = str(error)
+        except Exception as error:  # the model's own code fails on shapes in any way it likes
+            verdict.error = f"{type(error).__name__}: {str(error)[:200]}"
+        verdict.suspects = trace.suspects()
+        return verdict
+
+    @contextmanager
+    def _localised(self, local: Local, rank: int, traced: bool) -> Iterator[None]:
+        """The model changed for a rank, and changed back afterwards."""
+        with ExitStack() as undo:
+            for home in {region.home for region in local.regions}:
+                for module, key in list(integer_slots(self.model, home)):
+                    values = local.patches.get(key)
+                    value = key.old if values is None else values[rank]
+                    if traced or values is not None:
+                        undo.callback(write_integer, module, key.attribute, key.old)
+                        write_integer(module, key.attribute, TracedInt(value, (key,)) if traced else value)
+            self._cut_tensors(local, rank, undo)
+            for argument in local.args:
+                for name, module in self.model.named_modules():
+                    if pattern_of(name) == argument.module:
+                        hook = argument_hook(argument, rank)
+                        undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            yield
+
+    def _cut_tensors(self, local: Local, rank: int, undo: ExitStack) -> None:
+        """Cut raw parameters, and what producers' own code may read: their bias, their number of features."""
+        rows = local.part(rank).rows
+        for name, module in self.model.named_modules():
+            pattern = pattern_of(name)
+            bias = module._parameters.get("bias")
+            kept = rows.get(f"{pattern}.weight")
+            if kept is not None and is_splittable(module):
+                counter = output_attribute(module)
+                undo.callback(setattr, module, counter, getattr(module, counter))
+                setattr(module, counter, len(kept))
+            if bias is not None and not bias.is_meta and kept is not None:
+                _replace(module, "bias", bias.index_select(0, kept), undo)
+            for raw in local.raw:
+                owner, _, attribute = raw.pattern.rpartition(".")
+                if owner == pattern and module._parameters.get(attribute) is not None:
+                    whole = module._parameters[attribute]
+                    assert whole is not None
+                    _replace(module, attribute, cut_ranges(whole, raw.dim, raw.ranges[rank]), undo)
+
+
+def _replace(module: nn.Module, attribute: str, value: torch.Tensor, undo: ExitStack) -> None:
+    undo.callback(module._parameters.__setitem__, attribute, module._parameters[attribute])
+    module._parameters[attribute] = nn.Parameter(value.detach(), requires_grad=False)

@@ -1,0 +1,380 @@
+"""Runs a model whose weights are on meta, by replacing every operation that mixes a real tensor with a
+weight. Knows no regions and no ranks.
+
+Recording, such an operation gives a random leaf of the shape it would have had; replaying, it checks
+its input against the recording and gives the recorded leaf again, or a rank's part of either. One rule
+serves linears, ``Conv1D``, embeddings and einsum over raw parameters, for it looks at operations, not
+at modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import PlanError
+from shoal.plan.drive import Batch, Pass, decode_pass, prefill_pass
+from shoal.plan.linears import input_size, is_linear, is_splittable, output_size
+from shoal.plan.types import pattern_of
+
+__all__ = ["Call", "GlueError", "Kind", "Recording", "Replay", "record", "replay"]
+
+# Asking these of a weight computes nothing.
+_METADATA = {
+    "__get__", "size", "dim", "numel", "untyped_storage", "stride", "storage_offset", "is_floating_point",
+    "data_ptr", "__repr__", "element_size", "type", "is_contiguous", "__len__", "is_complex", "ndimension",
+    "__hash__", "is_tensor", "nelement", "get_device",
+}  # fmt: skip
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # float32 at real widths; a wrong slice is off by the size of the values
+
+
+class GlueError(Exception):
+    """Rank-local code did not hand a weight what it should have got."""
+
+
+Kind = Literal["linear", "embedding", "raw"]
+
+
+@dataclass(slots=True)
+class Call:
+    """One use of one weight."""
+
+    weight: str  # full parameter name, as its module has it
+    kind: Kind  # raw: not by its own linear or embedding module as a whole
+    inputs: tuple[torch.Tensor, ...]  # floating-point, the features last for a linear
+    output: torch.Tensor  # the leaf
+    index: int  # how often the weight was used before
+    step: int  # 0 prefill, 1 decode
+
+    @property
+    def pattern(self) -> str:
+        return pattern_of(self.weight)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one batch did: calls in order, the model's outputs and caches per pass, arguments of modules."""
+
+    batch: Batch
+    calls: list[Call] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    arguments: dict[tuple[str, str, int], torch.Tensor] = field(default_factory=dict)
+
+    def by_key(self) -> dict[tuple[str, int], Call]:
+        return {(call.weight, call.index): call for call in self.calls}
+
+    @property
+    def has_decode(self) -> bool:
+        return len(self.passes) > 1
+
+
+class _Owners:
+    """Which module that owns weights is running, and under which names a storage is known to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.stack: list[str] = []
+        self._names: dict[int, list[str]] = {}
+        self._tags: dict[int, int] = {}
+        self._keep: list[torch.Tensor] = []  # storages whose identity is in use
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.is_meta:
+                self._names.setdefault(_storage(parameter), []).append(name)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.is_meta:
+                self._names.setdefault(_storage(buffer), []).append(name)
+        self._handles = list(self._watch())
+
+    def _watch(self) -> Iterator[Any]:
+        for name, module in self.modules.items():
+            if any(p is not None and p.is_meta for p in module._parameters.values()):
+                yield module.register_forward_pre_hook(self._push(name))
+                yield module.register_forward_hook(self._pop, always_call=True)
+
+    def _push(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.stack.append(name)
+
+    def _pop(self, *_: Any) -> None:
+        self.stack.pop()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def inherit(self, source: torch.Tensor, derived: torch.Tensor) -> None:
+        """A tensor made of a weight (transposed, cast) still counts as that weight."""
+        key = _storage(derived)
+        if key not in self._names and key not in self._tags:
+            self._tags[key] = self._tags.get(_storage(source), _storage(source))
+            self._keep.append(derived)
+
+    def name(self, weight: torch.Tensor) -> tuple[str, bool]:
+        """(name, whether the module that has it under this name is the one running)."""
+        key = _storage(weight)
+        names = self._names.get(self._tags.get(key, key))
+        if names is None:
+            raise PlanError("an operation uses a weight of unknown origin")
+        running = self.stack[-1] if self.stack else None
+        for name in names:
+            if running is not None and name.rpartition(".")[0] == running:
+                return name, True
+        return names[0], False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One operation that mixes a weight with real tensors."""
+
+    weight: str
+    is_own: bool  # the module that has the weight under this name is running
+    function: str
+    tensor: torch.Tensor  # the weight, or what was made of it
+    inputs: tuple[torch.Tensor, ...]  # floating-point, of two dimensions or more
+    index: int  # how often the weight was used before
+    result_on_meta: Callable[[], torch.Tensor]
+
+
+class _Interceptor(TorchFunctionMode):
+    """Hands every operation on weights and real tensors to ``self.use``."""
+
+    def __init__(self, owners: _Owners) -> None:
+        super().__init__()
+        self.owners = owners
+        self.counts: dict[str, int] = {}
+        self.step = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, tuple(kwargs.values()))))
+        metas = [tensor for tensor in tensors if tensor.is_meta]
+        name = getattr(func, "__name__", "")
+        if not metas or name in _METADATA:
+            return func(*args, **kwargs)
+        reals = [tensor for tensor in tensors if not tensor.is_meta]
+        if name in ("__getitem__", "select", "index_select") and len(reals) == 1 and reals[0].numel() == 1:
+            plain = int(reals[0])  # one expert chosen by a tensor: a view of the weight
+            args = tuple(plain if value is reals[0] else value for value in args)
+            reals = []
+        if not reals:
+            result = func(*args, **kwargs)
+            for derived in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
+                if derived.is_meta:
+                    self.owners.inherit(metas[0], derived)
+            return result
+        return self._contract(func, name, args, kwargs, metas[0], reals)
+
+    def _contract(
+        self, func: Any, name: str, args: Any, kwargs: Any, weight: torch.Tensor, reals: list[torch.Tensor]
+    ) -> torch.Tensor:
+        full_name, is_own = self.owners.name(weight)
+        index = self.counts[full_name] = self.counts.get(full_name, -1) + 1
+        inputs = tuple(tensor for tensor in reals if tensor.is_floating_point() and tensor.dim() >= 2)
+
+        def shape() -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                result = func(*_to_meta(args), **_to_meta(kwargs))
+            if not isinstance(result, torch.Tensor):
+                raise PlanError(f"{name} of {full_name} gives no tensor")
+            return result
+
+        use = _Use(full_name, is_own, name, weight, inputs, index, shape)
+        return self.use(use)
+
+    def use(self, use: _Use) -> torch.Tensor:
+        """The result of one use of a weight."""
+        raise NotImplementedError
+
+
+class _Recorder(_Interceptor):
+    """Notes every use and answers with a random leaf."""
+
+    def __init__(self, owners: _Owners, recording: Recording) -> None:
+        super().__init__(owners)
+        self._recording = recording
+        self._generator = torch.Generator().manual_seed(3)
+
+    def use(self, use: _Use) -> torch.Tensor:
+        like = use.result_on_meta()
+        leaf = self._leaf(tuple(like.shape), like.dtype).requires_grad_(True)
+        self._recording.calls.append(
+            Call(use.weight, self._kind(use), use.inputs, leaf, use.index, self.step)
+        )
+        return leaf.clone()  # a copy: code may write into it
+
+    def _kind(self, use: _Use) -> Kind:
+        owner, _, attribute = use.weight.rpartition(".")
+        module = self.owners.modules[owner]
+        is_weight = use.is_own and attribute == "weight" and is_splittable(module)
+        if not is_weight or use.tensor.numel() != input_size(module) * output_size(module):
+            return "raw"
+        if isinstance(module, nn.Embedding):
+            return "embedding" if use.function == "embedding" and not use.inputs else "raw"
+        is_product = len(use.inputs) == 1 and use.inputs[0].shape[-1] == input_size(module)
+        return "linear" if is_linear(module) and is_product else "raw"
+
+    def _leaf(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Random features; the second half of the tokens negates the first: no ReLU is dead in all."""
+        leaf = torch.empty(shape, dtype=dtype).normal_(generator=self._generator)
+        tokens = leaf.view(-1, shape[-1]) if shape else leaf.view(1, 1)
+        half = tokens.shape[0] // 2
+        tokens[half : 2 * half] = -tokens[:half]
+        return leaf
+
+
+def record(model: nn.Module, batch: Batch, watch_arguments: bool = False) -> Recording:
+    """Run prefill, and a decode step where the model keeps a cache, noting every use of a weight.
+
+    Args:
+        model: from :func:`shoal.plan.skeleton.build_probe`.
+        batch: what to feed.
+        watch_arguments: make the floating-point arguments of modules leaves too, and keep them.
+
+    Raises:
+        PlanError: the model does something that cannot be followed.
+        Exception: whatever the model's own code raises.
+    """
+    recording = Recording(batch)
+    owners = _Owners(model)
+    handles = list(_watch_arguments(model, recording)) if watch_arguments else []
+    try:
+        with torch.enable_grad(), _Recorder(owners, recording) as mode:
+            recording.passes.append(prefill_pass(model, batch))
+            if recording.passes[0].cache is not None:
+                mode.step = 1
+                recording.passes.append(decode_pass(model, batch, recording.passes[0]))
+    finally:
+        owners.close()
+        for handle in handles:
+            handle.remove()
+    return recording
+
+
+def _watch_arguments(model: nn.Module, recording: Recording) -> Iterator[Any]:
+    """Hooks that turn the floating-point arguments of modules with weights below into leaves."""
+    counts: dict[str, int] = {}
+    for name, module in model.named_modules():
+        has_weights = any(is_splittable(child) for child in module.modules())
+        if not name or is_splittable(module) or isinstance(module, nn.ModuleList) or not has_weights:
+            continue
+        yield module.register_forward_pre_hook(_argument_hook(name, counts, recording), with_kwargs=True)
+
+
+def _argument_hook(name: str, counts: dict[str, int], recording: Recording) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = counts[name] = counts.get(name, -1) + 1
+
+        def leaf(argument: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
+                return value
+            if not value.requires_grad:
+                value = value.detach().clone().requires_grad_(True)
+            recording.arguments[name, argument, index] = value
+            return value.clone()
+
+        positional = tuple(leaf(f"#{position}", value) for position, value in enumerate(args))
+        return positional, {key: leaf(key, value) for key, value in kwargs.items()}
+
+    return hook
+
+
+@dataclass(slots=True)
+class Replay:
+    """A rank's part of the weights, by pattern, as indices: input columns and output rows."""
+
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Replayer(_Interceptor):
+    """Checks every use against the recording and answers from it."""
+
+    def __init__(self, owners: _Owners, recording: Recording, part: Replay) -> None:
+        super().__init__(owners)
+        self._recorded = recording.by_key()
+        self._part = part
+
+    def use(self, use: _Use) -> torch.Tensor:
+        call = self._recorded.get((use.weight, use.index))
+        if call is None or len(call.inputs) != len(use.inputs):
+            raise GlueError(f"{use.weight} is used otherwise than in the whole model")
+        columns = self._part.columns.get(call.pattern)
+        for got, want in zip(use.inputs, call.inputs, strict=True):
+            want = want.detach()
+            check_equal(use.weight, got, want if columns is None else want.index_select(-1, columns))
+        rows = self._part.rows.get(call.pattern)
+        output = call.output.detach()
+        return output.clone() if rows is None else output.index_select(-1, rows)
+
+
+def replay(model: nn.Module, recording: Recording, part: Replay, mode: TorchFunctionMode) -> list[Pass]:
+    """Run what was recorded again with a rank's part of the weights.
+
+    Args:
+        model: the recorded model, perhaps changed (integers, slices of raw parameters).
+        recording: of the unchanged model.
+        part: the rank's rows and columns.
+        mode: active around the run; sees every operation first.
+
+    Returns:
+        the passes, with the caches as the rank's code filled them.
+
+    Raises:
+        GlueError: a weight was given something else than its columns of the recording, or the model's
+            outputs differ.
+        Exception: whatever the model's own code raises on shapes that do not fit.
+    """
+    owners = _Owners(model)
+    try:
+        with torch.no_grad(), _Replayer(owners, recording, part) as interceptor, mode:
+            passes = [prefill_pass(model, recording.batch)]
+            if recording.has_decode:
+                interceptor.step = 1
+                passes.append(decode_pass(model, recording.batch, passes[0]))
+    finally:
+        owners.close()
+    for mine, theirs in zip(passes, recording.passes, strict=True):
+        if len(mine.outputs) != len(theirs.outputs):
+            raise GlueError("the number of outputs differs")
+        for got, want in zip(mine.outputs, theirs.outputs, strict=True):
+            check_equal("the output", got, want.detach())
+    return passes
+
+
+def check_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Raise GlueError unless both are the same up to float32 rounding (NaN equals NaN)."""
+    if got.shape != want.shape:
+        raise GlueError(f"{name}: {tuple(got.shape)} where {tuple(want.shape)} was wanted")
+    if not torch.allclose(got, want, rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True):
+        raise GlueError(f"{name}: other values than in the whole model")
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _to_meta(value: Any) -> Any:
+    """The same arguments with every real tensor replaced by one of its shape on meta."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        return {key: _to_meta(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)(_to_meta(item) for item in value)
+    return value

@@ -1,0 +1,226 @@
+"""Groups producers and consumers into regions that can be split without exchanging anything in between,
+and deals their components to ranks. Knows no model code.
+
+A component is a block of consumer features (a head, a KV group, a neuron). A rank takes consecutive
+components; how many is chosen so that the *rank's* bytes come out even, region after region, coarse
+ones first: what an uneven deal of heads leaves over, the neurons make up for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+import torch
+
+from shoal.plan.cones import Consumer, Flow
+from shoal.plan.types import Range, even_ranges, pattern_of
+
+__all__ = ["DraftRegion", "deal", "deal_region", "draft_regions", "home_of", "ranges_of", "rank_elements"]
+
+_QUANTUM = 16  # neurons: the width of a packed kernel panel
+_MIN_QUANTA = 32  # per rank, below which rounding to quanta would unbalance the ranks
+
+
+@dataclass(slots=True)
+class DraftRegion:
+    """Consumers that share producers, before anything is proven."""
+
+    consumers: list[Consumer]
+    num_components: int = 0
+    component_elements: float = 0.0  # of one component, all layers together
+    coarser: int = 0  # a coarser division with fewer components than ranks, if there is one
+    shares: tuple[int, ...] = ()
+    duplicated: tuple[str, ...] = ()  # producer patterns
+    columns: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # pattern -> indices a rank
+    rows: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # pattern -> indices a rank
+    widths: dict[str, int] = field(default_factory=dict)  # pattern -> all features
+    home: str = ""  # pattern of the module whose code lies between producers and consumers
+    reason: str = ""  # why it cannot be split; empty if it may be
+
+    @property
+    def patterns(self) -> list[str]:
+        return [*self.rows, *self.columns]
+
+    @property
+    def name(self) -> str:
+        return self.consumers[0].call.pattern
+
+
+def draft_regions(flow: Flow, tp: int, elements: Mapping[str, int]) -> list[DraftRegion]:
+    """Regions, the one with the heaviest components first; one that cannot be split carries the reason.
+
+    Args:
+        flow: what was measured.
+        tp: number of ranks.
+        elements: per weight pattern, elements in the whole model (all layers).
+    """
+    regions = [DraftRegion(group) for group in _joined(flow.consumers)]
+    for region in regions:
+        _describe(region, elements)
+        if not region.reason:
+            _choose_components(region, tp, elements)
+    return sorted(regions, key=lambda region: -region.component_elements)
+
+
+def deal_region(region: DraftRegion, loads: Sequence[float]) -> None:
+    """Give every rank its components, so that ``loads`` (elements a rank) come out level, and cut."""
+    tp = len(loads)
+    region.shares = deal(region.num_components, tp, region.component_elements, loads, region.coarser)
+    _cut(region, tp)
+
+
+def rank_elements(region: DraftRegion, elements: Mapping[str, int], rank: int) -> float:
+    """Elements of the region that a rank holds."""
+    parts = {**region.rows, **region.columns}
+    return sum(elements[name] * len(part[rank]) / region.widths[name] for name, part in parts.items())
+
+
+def _joined(consumers: Sequence[Consumer]) -> list[list[Consumer]]:
+    """Consumers that share a producer pattern, together."""
+    groups: list[tuple[set[str], list[Consumer]]] = []
+    for consumer in consumers:
+        producers = {pattern_of(name) for name in consumer.cones}
+        members = [consumer]
+        for other in [group for group in groups if group[0] & producers]:
+            groups.remove(other)
+            producers |= other[0]
+            members = other[1] + members
+        groups.append((producers, members))
+    return [members for _, members in groups]
+
+
+def _describe(region: DraftRegion, elements: Mapping[str, int]) -> None:
+    """Fill in widths and home; refuse what is no plain producers-to-consumers region."""
+    consumers = {consumer.call.pattern for consumer in region.consumers}
+    for consumer in region.consumers:
+        region.widths[consumer.call.pattern] = consumer.width
+        for call in consumer.upstream:
+            region.widths[call.pattern] = call.output.shape[-1]
+            if call.kind == "raw":
+                region.reason = f"{call.pattern} is used by code of its own, not by a linear module"
+    producers = {call.pattern for consumer in region.consumers for call in consumer.upstream}
+    if producers & consumers:
+        region.reason = "a consumer is a producer of the same region"
+    unknown = (producers | consumers) - elements.keys()
+    if unknown and not region.reason:
+        region.reason = f"no weight of the whole model is named {sorted(unknown)[0]}"
+    region.home = home_of(region.consumers)
+
+
+def home_of(consumers: Sequence[Consumer]) -> str:
+    """Pattern of the innermost module that contains consumers and producers of one layer."""
+    names: list[list[str]] = []
+    for consumer in consumers:
+        own = consumer.call.weight.split(".")[:-1]
+        names.append(own)
+        layer = [part for part in own if part.isdigit()]
+        for call in consumer.upstream:
+            path = call.weight.split(".")[:-1]
+            if [part for part in path if part.isdigit()] == layer:
+                names.append(path)
+    columns = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+    common = [parts[0] for parts in columns]
+    if names.count(common):  # a single linear: its parent's code is what lies around it
+        common = common[:-1]
+    return pattern_of(".".join(common))
+
+
+def _choose_components(region: DraftRegion, tp: int, elements: Mapping[str, int]) -> None:
+    """The coarsest division that gives every rank a component."""
+    counts = {_component_counts(consumer) for consumer in region.consumers}
+    if len(counts) > 1:
+        region.reason = "its consumers have different numbers of components"
+        return
+    ascending = counts.pop()  # e.g. KV groups, then query heads
+    fitting = [count for count in ascending if count >= tp]
+    few = max((count for count in ascending if count < tp), default=1)
+    if not fitting or _duplicated_share(region, fitting[0]) > 0.5:
+        region.reason = f"{few} components are fewer than {tp} ranks"
+        return
+    region.num_components = fitting[0]
+    region.coarser = max((count for count in ascending if count < tp), default=0)
+    region.component_elements = sum(elements[name] for name in region.widths) / region.num_components
+
+
+def _duplicated_share(region: DraftRegion, count: int) -> float:
+    """Share of the producers' features that belong to more than one of ``count`` components."""
+    shared, everything = 0, 0
+    for consumer in region.consumers:
+        for cone in consumer.cones.values():
+            shared += int((cone.block_size > consumer.width // count).sum())
+            everything += len(cone.block_size)
+    return shared / max(1, everything)
+
+
+def _component_counts(consumer: Consumer) -> tuple[int, ...]:
+    """Into how many components each kind of producer feature divides the consumer, a division at a time."""
+    sizes = {size for cone in consumer.cones.values() for size in cone.sizes()}
+    return tuple(sorted({consumer.width // size for size in sizes}))
+
+
+def deal(count: int, tp: int, weight: float, loads: Sequence[float], coarser: int = 0) -> tuple[int, ...]:
+    """How many of ``count`` equal components each rank takes, at least one.
+
+    Args:
+        count: number of components, at least ``tp``.
+        tp: number of ranks.
+        weight: elements of one component.
+        loads: elements each rank has so far; the result levels them.
+        coarser: a number of coarser components (KV heads), fewer than ranks, that the components belong
+            to in equal parts. Each rank then stays within one of them, so that it needs one only.
+    """
+    if coarser and count % coarser == 0 and count // coarser >= -(-tp // coarser):
+        shares: list[int] = []
+        for ((start, stop),) in even_ranges(tp, coarser):
+            shares += [b - a for ((a, b),) in even_ranges(count // coarser, stop - start)]
+        return tuple(shares)
+    quantum = gcd(count, _QUANTUM) if count // tp >= _QUANTUM * _MIN_QUANTA else 1
+    units = count // quantum
+    target = (sum(loads) + count * weight) / tp
+    wanted = [max(1.0, (target - load) / (weight * quantum)) for load in loads]
+    scale = units / sum(wanted)
+    shares = [max(1, int(want * scale + 1e-9)) for want in wanted]
+    order = sorted(range(tp), key=lambda rank: (shares[rank] - wanted[rank] * scale, rank))
+    for step in range(units - sum(shares)):
+        shares[order[step % tp]] += 1
+    while sum(shares) > units:  # the minimum of one took too much
+        shares[shares.index(max(shares))] -= 1
+    return tuple(share * quantum for share in shares)
+
+
+def _cut(region: DraftRegion, tp: int) -> None:
+    """Indices of every consumer and producer for each rank, from the shares."""
+    duplicated: set[str] = set()
+    bounds = [sum(region.shares[:rank]) for rank in range(tp + 1)]
+    for consumer in region.consumers:
+        size = consumer.width // region.num_components
+        edges = [bound * size for bound in bounds]
+        pairs = list(itertools.pairwise(edges))
+        region.columns[consumer.call.pattern] = [torch.arange(start, stop) for start, stop in pairs]
+        for name, cone in consumer.cones.items():
+            rows = [cone.rows(start, stop) for start, stop in pairs]
+            _merge(region, pattern_of(name), rows)
+            if sum(len(part) for part in rows) > len(cone.block):
+                duplicated.add(pattern_of(name))
+    region.duplicated = tuple(sorted(duplicated))
+
+
+def _merge(region: DraftRegion, pattern: str, rows: list[torch.Tensor]) -> None:
+    """A producer of several consumers keeps what any of them needs."""
+    before = region.rows.get(pattern)
+    if before is not None:
+        rows = [torch.unique(torch.cat(pair)) for pair in zip(before, rows, strict=True)]
+    region.rows[pattern] = rows
+
+
+def ranges_of(indices: torch.Tensor) -> tuple[Range, ...]:
+    """Ascending indices as half-open ranges."""
+    if not len(indices):
+        return ()
+    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
+    starts = indices[torch.cat([torch.zeros(1, dtype=torch.long), breaks])]
+    stops = indices[torch.cat([breaks - 1, torch.tensor([len(indices) - 1])])] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -1,0 +1,69 @@
+"""Which part of each checkpoint tensor a rank reads. Knows no file format and reads nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from shoal.errors import PlanError
+from shoal.plan.types import Plan, Split, TensorSlice
+
+__all__ = ["direct_tensors", "slices", "split_parameters"]
+
+
+def direct_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(full name, owning module, attribute) of every parameter and buffer, tied ones under each name."""
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{prefix}{attribute}", module, attribute
+
+
+def split_parameters(plan: Plan, model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Split, int]]:
+    """(full name, owning module, attribute, split, dim) of every tensor the plan cuts.
+
+    A bias that is split follows its weight: it is cut along dimension 0 by the weight's ranges.
+    """
+    for name, module, attribute in direct_tensors(model):
+        split = plan.split_of(name)
+        if split is not None:
+            if split.is_split:
+                yield name, module, attribute, split, split.dim
+        elif attribute == "bias":
+            weight = plan.split_of(f"{name[: -len('bias')]}weight")
+            if weight is not None and weight.is_split and weight.bias == "split":
+                yield name, module, attribute, weight, 0
+
+
+def slices(plan: Plan, model: nn.Module, rank: int) -> dict[str, TensorSlice]:
+    """What ``rank`` reads of each tensor that the plan splits.
+
+    Args:
+        plan: a plan made for this model.
+        model: the whole, unsharded model (on meta is enough): only names and shapes are used.
+        rank: 0 to ``plan.tp - 1``.
+
+    Returns:
+        full parameter (or buffer) name -> dimension and ranges in the layout the model's own tensor
+        has, which is the checkpoint's. Tensors not listed are read whole. Tied tensors are listed under
+        each of their names.
+
+    Raises:
+        PlanError: the rank or a shape does not fit the plan.
+    """
+    check_rank(plan, rank)
+    found: dict[str, TensorSlice] = {}
+    for name, module, attribute, split, dim in split_parameters(plan, model):
+        size = getattr(module, attribute).shape[dim]
+        if size != split.size:
+            raise PlanError(f"{name}: dimension {dim} is {size} long, the plan was made for {split.size}")
+        found[name] = TensorSlice(dim, split.ranges[rank])
+    return found
+
+
+def check_rank(plan: Plan, rank: int) -> None:
+    """Raise PlanError unless ``rank`` is one of the plan's."""
+    if not 0 <= rank < plan.tp:
+        raise PlanError(f"rank {rank} is not one of the plan's {plan.tp}")

@@ -1,0 +1,174 @@
+"""Logits in, one ``TokenResult`` per sequence out. Knows no model, no cache and no other step.
+
+    logits ─ check ─┬─ greedy rows:  edit ─ argmax ────────────┬─ logprobs of the raw logits ─ results
+                    └─ others:       edit ─ filter ─ race ─────┘
+
+Rows are independent: what one asks for, or breaks, never shows in another. Only rows that ask for a
+processor are copied and edited; a batch that is all greedy costs one argmax.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.messages import SequenceStep, TokenResult
+from shoal.sampling import noise, order, processors
+from shoal.sampling.draw import draw
+from shoal.sampling.processors import spec_of
+
+__all__ = ["sample"]
+
+_GREEDY_BELOW = 1e-5  # vLLM's bound: a lower temperature is greedy
+_ID_BYTES = array("i").itemsize
+
+
+@dataclass(slots=True)
+class _Logprobs:
+    """What one row reports beside its token."""
+
+    chosen: float | None = None
+    rank: int | None = None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Row by row: the token, or why there is none."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, sequences: Sequence[SequenceStep]) -> tuple[TokenResult, ...]:
+    """Sample the next token of every sequence.
+
+    Args:
+        logits: [rows, vocab], any float dtype and device; not changed. Row i is of sequence i, at
+            the last position of its share of the step.
+        sequences: each with ``sampling`` set; the sampled token's position is
+            ``start + len(token_ids)``.
+
+    Returns:
+        one result per sequence, in order. A row with NaN or +inf, or with no token left above -inf,
+        gets ``error`` instead of a token.
+    """
+    assert logits.ndim == 2 and logits.shape[0] == len(sequences), (logits.shape, len(sequences))
+    if not sequences:
+        return ()
+    raw = logits.to(torch.float32)
+    choice = _choose(raw, sequences)
+    reports = _logprobs(raw, sequences, choice.tokens)
+    return tuple(_result(row, sequence, choice, reports) for row, sequence in enumerate(sequences))
+
+
+def _result(row: int, sequence: SequenceStep, choice: _Choice, reports: dict[int, _Logprobs]) -> TokenResult:
+    if row in choice.errors:
+        return TokenResult(sequence_id=sequence.sequence_id, error=choice.errors[row])
+    report = reports.get(row, _Logprobs())
+    return TokenResult(
+        sequence_id=sequence.sequence_id,
+        token_id=choice.tokens[row],
+        logprob=report.chosen,
+        rank=report.rank,
+        top_ids=report.top_ids,
+        top_logprobs=report.top_logprobs,
+    )
+
+
+def _choose(raw: torch.Tensor, sequences: Sequence[SequenceStep]) -> _Choice:
+    """Tokens or errors for all rows; greedy rows and drawn rows are two groups."""
+    choice = _Choice()
+    greedy: list[int] = []
+    drawn: list[int] = []
+    for row, (maximum, sequence) in enumerate(zip(raw.amax(dim=-1).tolist(), sequences, strict=True)):
+        if not -torch.inf < maximum < torch.inf:  # amax hands a NaN on
+            choice.errors[row] = "the model's logits are NaN, infinite, or -inf for every token"
+        elif spec_of(sequence).temperature < _GREEDY_BELOW:
+            greedy.append(row)
+        else:
+            drawn.append(row)
+    for rows, is_greedy in ((greedy, True), (drawn, False)):
+        if rows:
+            _choose_group(raw, sequences, rows, is_greedy, choice)
+    return choice
+
+
+def _choose_group(
+    raw: torch.Tensor, sequences: Sequence[SequenceStep], rows: list[int], is_greedy: bool, choice: _Choice
+) -> None:
+    """Add the tokens (or errors) of ``rows`` to ``choice``."""
+    own = [sequences[row] for row in rows]
+    scores = _take(raw, rows)
+    edited = [place for place, sequence in enumerate(own) if processors.needs_edit(sequence)]
+    if edited:
+        scores, dead = _edit(scores, own, edited)
+        if dead:
+            for place in dead:
+                choice.errors[rows[place]] = (
+                    "no token is left to sample: min_tokens, logit_bias or penalties leave none finite"
+                )
+            alive = [place for place in range(len(rows)) if place not in dead]
+            scores, rows, own = scores[alive], [rows[i] for i in alive], [own[i] for i in alive]
+    tokens = scores.argmax(dim=-1) if is_greedy else draw(scores, [spec_of(s) for s in own], _keys(own, raw))
+    choice.tokens.update(zip(rows, tokens.tolist(), strict=True))
+
+
+def _take(raw: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The rows of ``raw``; itself if those are all."""
+    return raw if len(rows) == raw.shape[0] else raw[rows]
+
+
+def _edit(
+    scores: torch.Tensor, sequences: Sequence[SequenceStep], edited: list[int]
+) -> tuple[torch.Tensor, set[int]]:
+    """A copy of ``scores`` with the rows ``edited`` processed, and the rows left without a token."""
+    part = scores[edited]
+    processors.apply(part, [sequences[place] for place in edited])
+    maxima = part.amax(dim=-1).tolist()
+    dead = {place for place, m in zip(edited, maxima, strict=True) if not -torch.inf < m < torch.inf}
+    if len(edited) == len(sequences):
+        return part, dead
+    scores = scores.clone()
+    scores[edited] = part
+    return scores, dead
+
+
+def _keys(sequences: Sequence[SequenceStep], like: torch.Tensor) -> torch.Tensor:
+    """Noise keys, int32 [rows, 2], one per position to be sampled."""
+    keys = []
+    for sequence in sequences:
+        spec = spec_of(sequence)
+        position = sequence.start + len(sequence.token_ids) // _ID_BYTES
+        keys.append(noise.row_key(spec.seed, spec.branch, position))
+    return torch.tensor(keys, dtype=torch.int32, device=like.device).reshape(-1, 2)
+
+
+def _logprobs(
+    raw: torch.Tensor, sequences: Sequence[SequenceStep], tokens: dict[int, int]
+) -> dict[int, _Logprobs]:
+    """Log-probabilities of the unprocessed logits, for the rows that ask and have a token."""
+    wanted = {row: spec_of(sequences[row]).logprobs for row in sorted(tokens)}
+    counts = {row: count for row, count in wanted.items() if count is not None}
+    if not counts:
+        return {}
+    rows = list(counts)
+    scores = _take(raw, rows)
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    chosen_ids = torch.tensor([tokens[row] for row in rows], device=raw.device)
+    chosen = (scores.gather(-1, chosen_ids[:, None]) - total).squeeze(-1).tolist()
+    places = order.ranks(scores, chosen_ids).tolist()
+    reports = {row: _Logprobs(c, p) for row, c, p in zip(rows, chosen, places, strict=True)}
+    most = max(counts.values())
+    if most > 0:
+        values, ids = order.largest(scores, most)
+        top = zip(rows, ids.tolist(), (values - total).tolist(), strict=True)
+        for row, top_ids, top_logprobs in top:
+            reports[row].top_ids = tuple(top_ids[: counts[row]])
+            reports[row].top_logprobs = tuple(top_logprobs[: counts[row]])
+    return reports

@@ -1,0 +1,83 @@
+"""The waiting branches, first come first served. Knows no blocks, no budget and no running branch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from shoal.sched.request import Request
+
+__all__ = ["WaitingQueue"]
+
+
+class WaitingQueue:
+    """Branches in order of arrival, by sequence id. Every operation but :meth:`put_back` is O(1)."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self._num_branches: dict[str, int] = {}  # waiting, per request id
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of which a branch waits."""
+        return len(self._num_branches)
+
+    def append(self, request: Request) -> None:
+        """A new arrival, behind all others."""
+        self._requests[request.sequence_id] = request
+        self._num_branches[request.request_id] = self._num_branches.get(request.request_id, 0) + 1
+
+    def popleft(self) -> Request:
+        """Take the first.
+
+        Raises:
+            KeyError: nobody waits.
+        """
+        _sequence_id, request = self._requests.popitem(last=False)
+        self._uncount(request)
+        return request
+
+    def push_front(self, request: Request) -> None:
+        """Put one before all others."""
+        self.append(request)
+        self._requests.move_to_end(request.sequence_id, last=False)
+
+    def put_back(self, request: Request) -> None:
+        """Put one that ran back in its place by arrival; O(1) per older one that waits.
+
+        Few do: only branches that let others pass while they wait for their leader.
+        """
+        older = []
+        while self._requests and next(iter(self._requests)) < request.sequence_id:
+            older.append(self.popleft())
+        self.push_front(request)
+        for other in reversed(older):
+            self.push_front(other)
+
+    def remove(self, request: Request) -> None:
+        """Take one out, wherever it stands.
+
+        Raises:
+            KeyError: it does not wait.
+        """
+        del self._requests[request.sequence_id]
+        self._uncount(request)
+
+    def check_integrity(self) -> None:
+        """Assert the order of arrival and the counts."""
+        sequence_ids = list(self._requests)
+        assert sequence_ids == sorted(sequence_ids), "the queue is out of order"
+        counts: dict[str, int] = {}
+        for sequence_id, request in self._requests.items():
+            assert sequence_id == request.sequence_id
+            counts[request.request_id] = counts.get(request.request_id, 0) + 1
+        assert counts == self._num_branches
+
+    def _uncount(self, request: Request) -> None:
+        left = self._num_branches[request.request_id] - 1
+        if left:
+            self._num_branches[request.request_id] = left
+        else:
+            del self._num_branches[request.request_id]

@@ -1,0 +1,150 @@
+"""One request as the scheduler sees it: a spec that comes in, a branch that runs, an update that goes out.
+
+Knows no queue, no budget and no text. There is no prefill phase and no decode phase: a branch has
+``num_computed`` of its ``num_tokens`` tokens in the KV pages, and a step brings the two closer::
+
+    | prompt                    | output so far |
+    0 ... num_computed ...      num_prompt      num_tokens
+
+A step that reaches ``num_tokens`` samples, and the sampled token makes it one longer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shoal.cache.manager import SequenceBlocks
+from shoal.messages import SamplingSpec, SequenceStep, TokenResult
+
+__all__ = ["BranchUpdate", "Request", "RequestSpec", "Status"]
+
+
+class Status(Enum):
+    """Where a branch is."""
+
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """What a caller wants scheduled."""
+
+    request_id: str  # unique among unfinished requests
+    prompt_ids: Sequence[int]
+    sampling: tuple[SamplingSpec, ...]  # one per branch, in branch order
+    max_tokens: int | None = None  # per branch; None: as many as fit
+    eos_ids: frozenset[int] = frozenset()  # end of sequence: stop_reason None
+    stop_ids: frozenset[int] = frozenset()  # the request's stop_token_ids: stop_reason is the id
+    ignore_eos: bool = False
+    cache_salt: bytes = b""  # prefixes are shared only under the same salt
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One branch of a request. The scheduler owns it; others read it."""
+
+    sequence_id: int  # rises in order of arrival
+    request_id: str
+    sampling: SamplingSpec
+    token_ids: array[int]  # prompt, then output
+    num_prompt: int
+    max_tokens: int  # capped so that the whole sequence fits
+    eos_ids: frozenset[int]  # empty if the request ignores them
+    stop_ids: frozenset[int]
+    blocks: SequenceBlocks
+    leader: Request | None = None  # the branch that computes the prompt whose blocks this one shares
+    num_shared: int = 0  # leading prompt tokens to be had from the leader; whole blocks
+
+    status: Status = Status.WAITING
+    num_computed: int = 0  # tokens whose KV is in the blocks, as far as steps were answered
+    num_cached: int | None = None  # prompt tokens it did not have to compute; None: not started yet
+    num_preemptions: int = 0
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None
+    ending_ids: frozenset[int] = field(init=False)
+    needs_history: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ending_ids = self.eos_ids | self.stop_ids
+        self.needs_history = self.sampling.needs_history
+
+    @property
+    def branch(self) -> int:
+        """Its index among the request's branches."""
+        return self.sampling.branch
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def prompt_ids(self) -> array[int]:
+        """A copy of the prompt's ids."""
+        return self.token_ids[: self.num_prompt]
+
+    @property
+    def output_ids(self) -> array[int]:
+        """A copy of the output's ids, the stop token included."""
+        return self.token_ids[self.num_prompt :]
+
+    def step(self, count: int) -> SequenceStep:
+        """Its share of a step that computes the next ``count`` tokens, and samples after the last."""
+        start = self.num_computed
+        end = start + count
+        token_ids = self.token_ids
+        if end < len(token_ids):
+            return SequenceStep(
+                sequence_id=self.sequence_id,
+                start=start,
+                token_ids=token_ids[start:end].tobytes(),
+                block_ids=self.blocks.block_ids.tobytes(),
+            )
+        return SequenceStep(
+            sequence_id=self.sequence_id,
+            start=start,
+            token_ids=token_ids[start:end].tobytes(),
+            block_ids=self.blocks.block_ids.tobytes(),
+            sampling=self.sampling,
+            num_output=end - self.num_prompt,
+            history=token_ids.tobytes() if self.needs_history else b"",
+            num_prompt=self.num_prompt if self.needs_history else 0,
+        )
+
+    def end(self) -> tuple[str, int | None] | None:
+        """Finish reason and stop reason if the last output token ends the branch, by vLLM's rules.
+
+        The end of a sequence comes before a stop token, and both before the length; before
+        ``min_tokens`` neither of the two counts.
+        """
+        token_id = self.token_ids[-1]
+        num_output = len(self.token_ids) - self.num_prompt
+        if token_id in self.ending_ids and num_output >= self.sampling.min_tokens:
+            return ("stop", None) if token_id in self.eos_ids else ("stop", token_id)
+        return ("length", None) if num_output >= self.max_tokens else None
+
+
+@dataclass(slots=True)
+class BranchUpdate:
+    """What an answered step brought one branch: a token, an end, or both."""
+
+    request: Request
+    token: TokenResult | None = None  # None with an error
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None  # set with finish_reason "error"
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new output ids."""
+        return [] if self.token is None else [self.token.token_id]

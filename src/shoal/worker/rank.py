@@ -1,0 +1,203 @@
+"""One rank: builds its part of the model, keeps its KV pages, runs the steps it is sent. Knows no request,
+no scheduler, and no other rank but through its collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shoal.attention.base import PagedKernel
+from shoal.attention.pages import allocate
+from shoal.attention.resolve import resolve as resolve_attention
+from shoal.attention.sdpa import paged_eager, paged_sdpa
+from shoal.checkpoint.load import load_weights
+from shoal.checkpoint.progress import Report
+from shoal.checkpoint.reader import CheckpointReader
+from shoal.comm.base import Comm
+from shoal.comm.local import LocalComm
+from shoal.comm.torch_dist import connect
+from shoal.config import EngineConfig, make_config
+from shoal.device.base import Device, resolve_device, resolve_dtype, threads_per_rank
+from shoal.device.memory import process_private_bytes
+from shoal.device.peak import reset_peak, trim_heap, used_since
+from shoal.errors import EngineError
+from shoal.messages import (
+    AllocateKV,
+    RankReady,
+    RankReport,
+    SamplingSpec,
+    SequenceStep,
+    Start,
+    Step,
+    StepResult,
+    pack_ids,
+)
+from shoal.model.base import ServedModel
+from shoal.model.build import build_empty, causal_class, load_config, model_length
+from shoal.model.choose import serve_causal
+from shoal.plan.slices import slices
+from shoal.plan.types import Plan
+from shoal.shard.apply import shard
+from shoal.worker.runner import Runner
+from shoal.worker.sizing import kv_budget, step_growth_bytes
+
+__all__ = ["RankWorker", "weight_bytes"]
+
+_KERNELS: dict[str, PagedKernel] = {"sdpa": paged_sdpa, "eager": paged_eager}
+_SAMPLING_RANK = 0
+
+
+def _is_built(kernel: str) -> str | None:
+    """Why a kernel cannot serve pages; None if it can. Its numbers are checked on the model itself."""
+    return None if kernel in _KERNELS else "it has no form for paged KV in this build"
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of the unique storages of parameters and buffers."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    return sum(storages.values())
+
+
+class RankWorker:
+    """One rank's life: :meth:`start`, :meth:`allocate`, any number of :meth:`execute`, :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._rank = 0
+        self._device: Device | None = None
+        self._dtype = torch.float32
+        self._comm: Comm | None = None
+        self._model: ServedModel | None = None
+        self._runner: Runner | None = None
+        self._private_before = 0
+
+    def start(self, start: Start, report: Report | None = None) -> RankReport:
+        """Build and load this rank's part of the model, and measure it."""
+        started = time.perf_counter()
+        config = make_config(**start.config)
+        self._rank = start.rank
+        device = self._use_device(config, start)
+        path = Path(start.model_path)
+        hf_config = load_config(path, config.trust_remote_code)
+        model_class = causal_class(hf_config, path, config.trust_remote_code)
+        dtype = resolve_dtype(config.dtype, device, hf_config.dtype)
+        self._dtype = getattr(torch, dtype.name)
+        self._comm = self._join(config, start, device)
+        module = build_empty(model_class, hf_config, self._dtype)
+        plan = Plan.from_dict(start.plan)
+        parts = slices(plan, module, start.rank)
+        shard(module, plan, start.rank, self._comm)
+        trim_heap()
+        self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
+        loaded = load_weights(module, CheckpointReader(path), parts, device.torch_device, self._dtype, report)
+        load_peak = used_since("cpu", peak_before)
+        kernel = resolve_attention(config.attn_implementation, device, _is_built).name
+        chosen = self._serve(module, kernel)
+        length = min(config.max_model_len or 1 << 30, model_length(hf_config) or 1 << 30)
+        budget = self._budget(
+            config, device, start.world_size, hf_config.get_text_config().vocab_size, length
+        )
+        return RankReport(
+            rank=start.rank,
+            weight_bytes=weight_bytes(module),
+            bytes_read=loaded.bytes_read,
+            load_s=time.perf_counter() - started,
+            kv_bytes_per_token=sum(s.bytes_per_token(self._dtype.itemsize) for s in self._model_().kv_shapes),
+            kv_budget_bytes=budget,
+            private_growth_bytes=process_private_bytes() - self._private_before,
+            peak_growth_bytes=load_peak,
+            attention=kernel if chosen[-1].endswith("paged way") else "the model's own",
+            dtype=dtype.name,
+            notes=(dtype.reason, *chosen),
+        )
+
+    def allocate(self, message: AllocateKV) -> RankReady:
+        """Make the KV pages and run a first step over them."""
+        model, device = self._model_(), self._device_()
+        pages = allocate(
+            model.kv_shapes, message.num_blocks, message.block_size, self._dtype, device.torch_device
+        )
+        model.use_pages(pages)
+        self._runner = Runner(
+            model, message.block_size, device.torch_device, samples=self._rank == _SAMPLING_RANK
+        )
+        self._runner.execute(_first_step(message))
+        trim_heap()
+        kv_bytes = sum(p.keys.nbytes + p.values.nbytes for p in pages)
+        growth = process_private_bytes() - self._private_before
+        return RankReady(
+            rank=self._rank,
+            kv_bytes=kv_bytes,
+            private_growth_bytes=growth - (kv_bytes if device.kind == "cpu" else 0),
+        )
+
+    def execute(self, step: Step) -> StepResult:
+        """Run one step."""
+        if self._runner is None:
+            raise EngineError("a rank was sent a step before its KV pages")
+        return self._runner.execute(step)
+
+    def close(self) -> None:
+        """Release the model, the pages and the group."""
+        self._model = self._runner = None
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
+
+    def _use_device(self, config: EngineConfig, start: Start) -> Device:
+        self._device = resolve_device(config.device).for_rank(start.rank)
+        self._device.activate()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        elif start.world_size > 1 and self._device.kind == "cpu":
+            torch.set_num_threads(threads_per_rank(start.world_size))
+        return self._device
+
+    def _join(self, config: EngineConfig, start: Start, device: Device) -> Comm:
+        if start.world_size == 1:
+            return LocalComm()
+        return connect(
+            start.rank, start.world_size, start.rendezvous, device.torch_device, config.step_timeout
+        )
+
+    @torch.inference_mode()
+    def _serve(self, module: PreTrainedModel, kernel: str) -> tuple[str, ...]:
+        chosen = serve_causal(module, _KERNELS[kernel], self._device_().torch_device)
+        self._model = chosen.model
+        return chosen.notes
+
+    def _budget(
+        self, config: EngineConfig, device: Device, world_size: int, vocabulary: int, max_model_len: int
+    ) -> int:
+        if config.kv_cache_memory_bytes is not None or config.num_gpu_blocks_override is not None:
+            return config.kv_cache_memory_bytes or 0
+        growth = step_growth_bytes(self._model_(), config, device, vocabulary, max_model_len)
+        return kv_budget(config, device, world_size if device.kind == "cpu" else 1, growth)
+
+    def _model_(self) -> ServedModel:
+        assert self._model is not None, "start comes first"
+        return self._model
+
+    def _device_(self) -> Device:
+        assert self._device is not None, "start comes first"
+        return self._device
+
+
+def _first_step(message: AllocateKV) -> Step:
+    """A prompt of up to three tokens in block 0, one token sampled; nobody owns the block yet."""
+    tokens = range(min(3, message.block_size))
+    sequence = SequenceStep(
+        sequence_id=0,
+        start=0,
+        token_ids=pack_ids(tokens),
+        block_ids=pack_ids([0]),
+        sampling=SamplingSpec(temperature=0.0),
+    )
+    return Step(step_id=0, sequences=(sequence,))

@@ -1,0 +1,72 @@
+"""A rank's message loop. Knows how to answer, not what the answers mean."""
+
+from __future__ import annotations
+
+import traceback
+
+from shoal.checkpoint.progress import Report
+from shoal.errors import UsageError
+from shoal.messages import AllocateKV, Failure, LoadProgress, Message, Shutdown, Start, Step
+from shoal.worker.channel import Channel
+from shoal.worker.rank import RankWorker
+
+__all__ = ["serve"]
+
+
+def serve(channel: Channel) -> None:
+    """Answer messages until a shutdown, a closed channel, or a failure.
+
+    A failure is reported and ends the rank: its peers may hang in a collective, so the group is lost
+    and the executor starts a new one.
+    """
+    worker = RankWorker()
+    rank = -1
+    try:
+        while True:
+            try:
+                message = channel.receive()
+            except EOFError:
+                return
+            if isinstance(message, Shutdown):
+                return
+            if isinstance(message, Start):
+                rank = message.rank
+            channel.send(_answer(worker, message, channel))
+    except Exception as error:  # the process boundary: everything is reported to the engine, then it ends
+        channel.send(
+            Failure(
+                rank=rank,
+                kind=type(error).__name__,
+                message=str(error),
+                traceback=traceback.format_exc(),
+                usage=isinstance(error, UsageError),
+                field=getattr(error, "field", None),
+            )
+        )
+    finally:
+        worker.close()
+
+
+def _answer(worker: RankWorker, message: Message, channel: Channel) -> Message:
+    match message:
+        case Start():
+            return worker.start(message, _reporter(channel))
+        case AllocateKV():
+            return worker.allocate(message)
+        case Step():
+            return worker.execute(message)
+    raise TypeError(f"a rank does not take {type(message).__name__}")
+
+
+def _reporter(channel: Channel) -> Report:
+    """Sends progress on, a hundred times at most however often it is called."""
+    sent = -1
+
+    def report(done: float, total: float) -> None:
+        nonlocal sent
+        percent = int(100 * done / total) if total else 100
+        if percent > sent:
+            sent = percent
+            channel.send(LoadProgress(done=done, total=total))
+
+    return report

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, the rule of equality, fakes."""

@@ -1,0 +1,140 @@
+"""Incremental text equals the whole text, and never shows part of a character."""
+
+from __future__ import annotations
+
+import engine_tokenizers
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.engine.detokenise import Detokeniser
+from shoal.engine.text import Tokenizer
+
+KINDS = ["byte_level", "byte_fallback", "metaspace", "word_piece"]
+TOKENIZERS = {kind: engine_tokenizers.make(kind) for kind in KINDS}
+TEXTS = [
+    *engine_tokenizers.LINES,
+    "",
+    " ",
+    "   leading and trailing   ",
+    "👩🏽‍🚀 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 ∀x∈ℝ",
+    "a\ufffdb\ufffd\ufffd",
+    "<|user|> hi <|end|><|end|>",
+]
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
+    detokeniser = Detokeniser(tokenizer, skip)
+    return [*(detokeniser.push((i,)) for i in ids), detokeniser.finish()]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_real_text_add_up_to_the_whole(kind: str, skip: bool) -> None:
+    tokenizer = TOKENIZERS[kind]
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "word_piece"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_pieces_of_any_ids_add_up_to_the_whole(kind: str, data: st.DataObject, skip: bool) -> None:
+    """Special and unknown ids and broken UTF-8 included."""
+    tokenizer = TOKENIZERS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.num_known + 3), max_size=60))
+    assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0xC0, 0x101) | st.sampled_from([1, 65, 300]), max_size=80))
+def test_pieces_of_bytes_mostly_broken_add_up_to_the_whole(ids: list[int]) -> None:
+    """Long unfinished runs, which have to be given out before they are finished."""
+    tokenizer = TOKENIZERS["byte_level"]
+    assert "".join(pieces_of(tokenizer, ids, True)) == tokenizer.decode(ids, True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40), skip=st.booleans())
+def test_byte_fallback_of_any_text_adds_up_to_the_whole(text: str, skip: bool) -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = tokenizer.encode(text)
+    assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+
+
+def test_byte_fallback_keeps_the_characters_it_gave_when_later_bytes_are_broken() -> None:
+    """The one documented exception: the decoder turns the whole run into U+FFFD, after the fact."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = [1 + byte for byte in "é".encode()] + [1 + 0xFF] + tokenizer.encode("x")
+    assert tokenizer.decode(ids, True) == "\ufffd\ufffd\ufffd x"
+    assert "".join(pieces_of(tokenizer, ids, True)).startswith("é\ufffd")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_no_piece_shows_part_of_a_character(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    text = "日😀é🇫🇷"
+    pieces = pieces_of(tokenizer, tokenizer.encode(text), True)
+    assert all("\ufffd" not in piece for piece in pieces) and "".join(pieces) == text
+
+
+def test_a_character_appears_with_its_last_byte() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    detokeniser = Detokeniser(tokenizer, True)
+    assert [detokeniser.push((1 + byte,)) for byte in "😀é".encode()] == ["", "", "", "😀", "", "é"]
+
+
+def test_an_unfinished_character_is_shown_as_replacement_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    detokeniser = Detokeniser(tokenizer, True)
+    assert detokeniser.push(1 + byte for byte in "é😀".encode()[:-1]) == "é"
+    assert "\ufffd" in detokeniser.finish()
+
+
+def test_one_push_of_many_tokens_is_many_pushes() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("".join(TEXTS))
+    detokeniser = Detokeniser(tokenizer, True)
+    assert detokeniser.push(ids) + detokeniser.finish() == tokenizer.decode(ids, True)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_ordinary_text_is_not_delayed(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    detokeniser = Detokeniser(tokenizer, True)
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
+    for count, token in enumerate(ids, 1):
+        detokeniser_text = detokeniser.push((token,))
+        assert detokeniser_text or not tokenizer.decode(ids[:count], True)
+
+
+@pytest.mark.parametrize(
+    "unit", [[65], [0xFF], [257 + 150], [10**6]], ids=["text", "broken", "other", "unknown"]
+)
+def test_a_token_costs_the_same_however_long_the_text_is(
+    unit: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = engine_tokenizers.make("byte_level")
+    widths: list[int] = []
+    decode = tokenizer.decode
+
+    def counting(ids: list[int], skip: bool) -> str:
+        widths.append(len(ids))
+        return decode(ids, skip)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    detokeniser = Detokeniser(tokenizer, False)
+    detokeniser.push(unit * 2000)
+    assert len(widths) <= 2 * 2000 and max(widths, default=0) <= 40
+
+
+def test_special_tokens_leave_text_only_if_kept() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("a<|end|>b")
+    assert "".join(pieces_of(tokenizer, ids, True)) == "ab"
+    assert "".join(pieces_of(tokenizer, ids, False)) == "a<|end|>b"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assert pieces_of(Tokenizer(None, vocab_size=10), [1, 2, 3], True) == ["", "", "", ""]

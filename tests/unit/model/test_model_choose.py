@@ -1,0 +1,56 @@
+"""Decoders are served the way that gives their own logits, and refused where none does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.attention.base import AttentionBatch, LayerPages, Variant
+from shoal.attention.sdpa import paged_sdpa
+from shoal.errors import UnsupportedError
+from shoal.model.choose import serve_causal
+from support import families
+
+WAYS = {name: "padded" if name == "bloom" else "paged" for name in families.CONFIGS}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", sorted(WAYS))
+@torch.inference_mode()
+def test_each_family_goes_its_way(family: str) -> None:
+    chosen = serve_causal(families.build(family), paged_sdpa, CPU)
+    assert chosen.model.way == WAYS[family]
+    assert len(chosen.model.kv_shapes) == 2
+
+
+@torch.inference_mode()
+def test_a_kernel_that_ignores_the_past_is_not_taken() -> None:
+    """A kernel that sees only the newest position gives wrong numbers; the padded way is taken instead."""
+
+    def forgetful(
+        query: torch.Tensor,
+        pages: LayerPages,
+        batch: AttentionBatch,
+        variant: Variant,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return paged_sdpa(query, pages, batch, variant._replace(window=1), sinks)
+
+    chosen = serve_causal(families.build("llama"), forgetful, CPU)
+    assert chosen.model.way == "padded"
+    assert any("differ" in note for note in chosen.notes)
+
+
+@torch.inference_mode()
+def test_a_model_that_no_way_serves_is_refused_by_name() -> None:
+    model = families.build("bloom")
+    inner = model.transformer.forward
+
+    def no_cache(
+        *args: object, cache: object = None, past_key_values: object = None, **kwargs: object
+    ) -> object:
+        return inner(*args, **{**kwargs, "use_cache": False})
+
+    model.transformer.forward = no_cache
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM cannot be served"):
+        serve_causal(model, paged_sdpa, CPU)
