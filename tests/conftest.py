@@ -40,3 +40,25 @@ def workload() -> list[dict[str, Any]]:
     for prompt in prompts:
         prompt["expected"] = expected[str(prompt["i"])]
     return prompts
+
+
+@pytest.fixture
+def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test run every rank as a thread: the same code without the processes' start."""
+    import shoal.engine.launch as launching
+    from shoal.worker.executor import Load
+    from support.threads import ThreadExecutor
+
+    def threads(config: Any, path: Any, plan: Any) -> ThreadExecutor:
+        return ThreadExecutor(
+            Load(
+                config=config.model_dump(),
+                model_path=str(path),
+                plan=plan.to_dict(),
+                world_size=config.tensor_parallel_size,
+                load_timeout_s=60,
+                step_timeout_s=60,
+            )
+        )
+
+    monkeypatch.setattr(launching, "_executor", threads)

@@ -93,12 +93,8 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
 def reference(model: T.PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """transformers' own greedy continuation, end of sequence ignored."""
     ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
     out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_tokens,
-        min_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=0,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()

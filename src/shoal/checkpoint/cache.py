@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.errors import UsageError
+
 __all__ = ["build_once", "home"]
 
 _logger = logging.getLogger("shoal.checkpoint")
@@ -36,11 +38,18 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
             folder is removed.
 
     Raises:
-        OSError: the cache folder cannot be written.
+        UsageError: the folder's parent cannot be written.
     """
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"shoal's cache folder {target.parent} cannot be written ({error}); set SHOAL_HOME"
+        ) from error
     with _lock(target.parent / f".{target.name}.lock"):
         if target.is_dir():  # another process was faster
             return target

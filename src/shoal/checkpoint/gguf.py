@@ -23,6 +23,14 @@ __all__ = ["GgufFile", "convert", "open_gguf"]
 
 _FLOAT32_BYTES = 4
 
+# transformers' names of special tokens, and GGUF's of their ids.
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
@@ -69,7 +77,9 @@ def convert(file: GgufFile, folder: Path, progress: Callable[[float, float], Non
     model = _empty_model(_config(path))
     _fill(model, _dequantise(file, model, progress), path)
     _save(model, folder)
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    _set_special_tokens(tokenizer, file)
+    tokenizer.save_pretrained(folder)
 
 
 def _config(path: Path) -> PretrainedConfig:
@@ -168,3 +178,14 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def _set_special_tokens(tokenizer: Any, file: GgufFile) -> None:
+    """Take the special tokens from the file itself: transformers 5.17 confuses them (5.24 does not)."""
+    for name, key in _SPECIAL_TOKENS.items():
+        field = file.reader.fields.get(f"tokenizer.ggml.{key}")
+        if field is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
+    tokenizer.clean_up_tokenization_spaces = False
+    for stale in ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "model_type"):
+        tokenizer.init_kwargs.pop(stale, None)

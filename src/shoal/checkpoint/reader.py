@@ -1,8 +1,8 @@
 """Reading parts of tensors out of a model folder. Knows files and names, no model and no plan.
 
 Only the ranges asked for are touched. Files are mapped, and mapped pages count as this process's
-memory until they are let go, so a file is closed and opened anew after every few hundred megabytes:
-reading a checkpoint larger than memory stays flat.
+memory until they are let go, so large tensors are read in pieces, and a file is closed and opened anew
+after every few megabytes: reading adds nothing to a peak.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ _logger = logging.getLogger("shoal.checkpoint")
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
 """By dimension: the (start, stop) ranges kept of it, in order; other dimensions are whole."""
 
-_REOPEN_AFTER_BYTES = 256 * 2**20
+_MAPPED_BYTES = 32 * 2**20
 
 # safetensors' names of dtypes (its format description).
 _DTYPES = {
@@ -130,14 +131,15 @@ class CheckpointReader:
             CheckpointError: no such tensor, a range outside it, or a damaged file.
         """
         file, shape = self._file(name), self.shape(name)
+        whole = {dim: ((0, size),) for dim, size in enumerate(shape)}
         _check_ranges(name, shape, ranges)
-        dims = sorted(ranges)
-        for kept in itertools.product(*(_placed(ranges[dim]) for dim in dims)):
-            source, target = [slice(None)] * len(shape), [slice(None)] * len(shape)
-            for dim, (start, stop, offset) in zip(dims, kept, strict=True):
-                source[dim], target[dim] = slice(start, stop), slice(offset, offset + stop - start)
-            values = file.part(name, tuple(source))
-            out[tuple(target)].copy_(values)
+        kept = [_placed(ranges.get(dim, whole[dim])) for dim in range(len(shape))]
+        if kept:
+            row_bytes = self.dtype(name).itemsize * math.prod(sliced_shape(shape, ranges)[1:])
+            kept[0] = list(_in_pieces(kept[0], max(1, _MAPPED_BYTES // max(row_bytes, 1))))
+        for box in itertools.product(*kept):
+            values = file.part(name, tuple(slice(start, stop) for start, stop, _ in box))
+            out[tuple(slice(at, at + stop - start) for start, stop, at in box)].copy_(values)
             self.bytes_read += values.numel() * values.element_size()
 
     def _file(self, name: str) -> _File:
@@ -178,6 +180,13 @@ def _placed(kept: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Ranges with the offset each gets when they are put end to end: (start, stop, offset)."""
     offsets = itertools.accumulate((stop - start for start, stop in kept), initial=0)
     return [(start, stop, offset) for (start, stop), offset in zip(kept, offsets, strict=False)]
+
+
+def _in_pieces(kept: Sequence[tuple[int, int, int]], most: int) -> Iterator[tuple[int, int, int]]:
+    """The same placed ranges, none longer than ``most``."""
+    for start, stop, at in kept:
+        for begin in range(start, stop, most):
+            yield begin, min(begin + most, stop), at + begin - start
 
 
 def _open(path: Path) -> _File:
@@ -240,7 +249,7 @@ class _SafetensorsFile:
         return _DTYPES[stored]
 
     def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        if self._bytes_mapped > _REOPEN_AFTER_BYTES:
+        if self._bytes_mapped > _MAPPED_BYTES:
             self.close()
         try:
             values: torch.Tensor = self._open().get_slice(name)[index or ...]
@@ -280,7 +289,7 @@ class _TorchFile:
         return self._load()[name].dtype
 
     def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        if self._bytes_mapped > _REOPEN_AFTER_BYTES:
+        if self._bytes_mapped > _MAPPED_BYTES:
             self.close()
         values = self._load()[name][index]
         self._bytes_mapped += values.numel() * values.element_size()

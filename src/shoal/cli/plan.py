@@ -50,7 +50,7 @@ def _make_report(config: EngineConfig) -> dict[str, Any]:
     from shoal.cli.plan_report import ModelFacts, plan_report
     from shoal.device.base import resolve_device, resolve_dtype
     from shoal.model.build import build_empty, causal_class, load_config
-    from shoal.prove.cached import plan_and_prove
+    from shoal.prove.prove import plan_and_prove
 
     path = resolve(config.model, config.revision)
     hf_config = load_config(path, config.trust_remote_code)

@@ -24,6 +24,7 @@ class Assembly:
         self._leader = branches[0]
         self._tokenizer = tokenizer
         self._wants_logprobs = params.logprobs is not None
+        self._shows_stop = params.include_stop_str_in_output
         self._texts = {request.branch: BranchText(tokenizer, params) for request in branches}
         self._open = set(self._texts)
 
@@ -41,7 +42,7 @@ class Assembly:
         """
         branch = update.request.branch
         text = self._texts[branch]
-        piece, stop = text.push(update.token_ids, update.request.num_output)
+        piece, stop = text.push(self._shown(update), update.request.num_output)
         reason: str | None = update.finish_reason
         stop_reason: int | str | None = update.stop_reason
         ended_by: str | None = None
@@ -63,6 +64,12 @@ class Assembly:
             error=update.error,
         )
         return delta, ended_by
+
+    def _shown(self, update: BranchUpdate) -> list[int]:
+        """The ids whose text is shown: not a token that ended the branch, unless that was asked for."""
+        if update.finish_reason == "stop" and not self._shows_stop:
+            return update.token_ids[:-1]
+        return update.token_ids
 
     def delta(self, outputs: list[CompletionDelta]) -> RequestDelta:
         """The request's delta around its branches'."""

@@ -62,15 +62,22 @@ class Detokeniser:
         self._window.append(token)
         self._num_pending += 1
         text = self._decode()
-        is_unfinished = text.endswith(self._tokenizer.unfinished_suffixes)
+        held = self._num_unfinished(text)
         must_move = self._num_pending > _MOST_PENDING
-        if is_unfinished and not must_move:
+        if held and not must_move:
             return ""
-        held = min(len(text) - len(text.rstrip("\ufffd")), _MOST_HELD)
         new = text[self._num_given : len(text) - held]
         if new or must_move:
             self._move_window(held)
         return new
+
+    def _num_unfinished(self, text: str) -> int:
+        """How many characters at the end of ``text`` a next token may still change."""
+        num_broken = len(text) - len(text.rstrip("\ufffd"))
+        joiner = self._tokenizer.word_joiner
+        if not num_broken and joiner and text.endswith(joiner):
+            return len(joiner)
+        return min(num_broken, _MOST_HELD)
 
     def _move_window(self, held: int) -> None:
         """Forget tokens that decoding the next ones does not need; ``held`` characters stay to give."""

@@ -19,14 +19,13 @@ from shoal.device.base import Device, check_ranks, resolve_device
 from shoal.engine.admission import Admission
 from shoal.engine.core import EngineCore
 from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defaults
-from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defaults
 from shoal.engine.protocol import EngineInfo
 from shoal.engine.text import Tokenizer
 from shoal.errors import ConfigError
 from shoal.messages import AllocateKV, RankReady, RankReport
 from shoal.model.build import causal_class, load_config, model_length
 from shoal.plan.types import Plan
-from shoal.prove.cached import plan_and_prove
+from shoal.prove.prove import plan_and_prove
 from shoal.sched.scheduler import Scheduler
 from shoal.worker.executor import Executor, InlineExecutor, Load, ProcessExecutor
 from shoal.worker.torchrun import TorchrunExecutor, torchrun_place
@@ -34,6 +33,8 @@ from shoal.worker.torchrun import TorchrunExecutor, torchrun_place
 __all__ = ["launch"]
 
 _log = logging.getLogger("shoal.engine")
+
+_UNKNOWN_LENGTH = 2048  # vLLM's choice, too, where a config is silent (ALiBi has no table to run out of)
 
 
 def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
@@ -87,10 +88,8 @@ def _model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     own = model_length(hf_config.get_text_config())
     asked = config.max_model_len
     if own is None and asked is None:
-        raise ConfigError(
-            "max_model_len: the model's config does not say how long it may be; pass max_model_len",
-            field="max_model_len",
-        )
+        _log.info("max_model_len is %d: the model's config does not say how long it may be", _UNKNOWN_LENGTH)
+        return _UNKNOWN_LENGTH
     if own is not None and asked is not None and asked > own:
         raise ConfigError(
             f"max_model_len: {asked} is more than the model was made for ({own})", field="max_model_len"

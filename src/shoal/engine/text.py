@@ -125,18 +125,16 @@ class Tokenizer:
         return frozenset(i for i in listed if not self.decode([i], skip_special_tokens=True))
 
     @cached_property
-    def unfinished_suffixes(self) -> tuple[str, ...]:
-        """Ends of decoded text that a next token may still change.
-
-        U+FFFD stands for bytes of a character that is not complete; and "@@", in tokenizers of the
-        subword-nmt kind (CTRL), vanishes when the word goes on.
+    def word_joiner(self) -> str:
+        """``"@@"`` in tokenizers of the subword-nmt kind (CTRL), whose decoders show it at the end of
+        text and drop it when the word goes on; else empty.
         """
         vocab = self._backend.get_vocab() if self._backend else {}
-        joiner = next((i for token, i in vocab.items() if token.endswith("@@")), None)
-        if joiner is None:
-            return ("\ufffd",)
-        alone, twice = self.decode([joiner], False), self.decode([joiner, joiner], False)
-        return ("\ufffd",) if twice.startswith(alone) else ("\ufffd", "@@")
+        token = next((i for text, i in vocab.items() if text.endswith("@@")), None)
+        if token is None:
+            return ""
+        alone, twice = self.decode([token], False), self.decode([token, token], False)
+        return "" if twice.startswith(alone) else "@@"
 
     def encode(self, text: str, field: str = "prompt") -> list[int]:
         """Token ids, with the special tokens transformers adds by default.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from shoal.errors import ModelNotFoundError, UnsupportedError
 
@@ -22,6 +21,7 @@ __all__ = ["build_empty", "causal_class", "load_config", "model_length"]
 # What is smaller, or made any other way (arange, ones, tril ...), is real: rotary tables, masks, norms.
 _EMPTY = {torch.empty, torch.randn, torch.rand, torch.zeros}
 _SMALL = 1 << 12
+_RANDOM_FILL = {"normal_", "uniform_", "bernoulli_", "exponential_", "trunc_normal_", "random_"}
 
 
 class _BigOnMeta(TorchFunctionMode):
@@ -31,6 +31,8 @@ class _BigOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _RANDOM_FILL:
+            return args[0] if args else kwargs["tensor"]  # slow, soon overwritten, and not ours to draw
         if func in _EMPTY and self._numel(args, kwargs) >= _SMALL:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
@@ -93,7 +95,7 @@ def build_empty(
     """
     config = copy.deepcopy(config)
     config.dtype = dtype
-    with no_init_weights(), _BigOnMeta():
+    with _BigOnMeta():
         model = model_class._from_config(config, attn_implementation="eager", dtype=dtype)
     return model.eval().requires_grad_(False)
 

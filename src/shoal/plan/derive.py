@@ -23,7 +23,7 @@ from shoal.plan.localise import localise
 from shoal.plan.probe import Call, Recording, record
 from shoal.plan.regions import DraftRegion, deal_region, draft_regions, rank_elements
 from shoal.plan.skeleton import Cut, build_on_meta, build_probe, cut_depth, embedding_size
-from shoal.plan.types import KeyValueHeads, Patch, Plan, Region
+from shoal.plan.types import KeyValueHeads, Patch, Plan, Region, Split
 
 __all__ = ["derive"]
 
@@ -58,7 +58,11 @@ class _Findings:
 
 
 def derive(
-    model_class: type[nn.Module], config: Any, tp: int, excluded: frozenset[str] = frozenset()
+    model_class: type[nn.Module],
+    config: Any,
+    tp: int,
+    excluded: frozenset[str] = frozenset(),
+    whole: frozenset[str] = frozenset(),
 ) -> Plan:
     """Measure how the model can be split over ``tp`` ranks.
 
@@ -71,6 +75,7 @@ def derive(
         tp: number of ranks, at least 1.
         excluded: consumers (parameter patterns) whose regions are to be gathered instead, because a
             proof of them failed.
+        whole: parameter patterns to replicate, because a proof with them gathered failed.
 
     Returns:
         a plan that passed the glue check at the model's real widths. It is not proved yet: see
@@ -88,7 +93,7 @@ def derive(
     probe = _probe(model_class, config, full)
     inventory = take_inventory(full)
     findings = _findings(probe, inventory, tp, excluded) if tp > 1 else _Findings()
-    return _assemble(model_class, probe, inventory, findings, tp)
+    return _assemble(model_class, probe, inventory, findings, tp, whole)
 
 
 def _probe(model_class: type[nn.Module], config: Any, full: nn.Module) -> _Probe:
@@ -149,12 +154,18 @@ def _refuse(region: DraftRegion, inventory: Inventory, excluded: frozenset[str])
 
 
 def _assemble(
-    model_class: type[nn.Module], probe: _Probe, inventory: Inventory, findings: _Findings, tp: int
+    model_class: type[nn.Module],
+    probe: _Probe,
+    inventory: Inventory,
+    findings: _Findings,
+    tp: int,
+    whole: frozenset[str],
 ) -> Plan:
     local = findings.local
     splits = {}
     if tp > 1:
         splits = parameter_splits(inventory, local.regions, local.raw, probe.calls, findings.reasons, tp)
+        splits |= {name: Split("replicate", reason="its proof failed") for name in whole}
     checks = probe.glue.num_checks if probe.glue else 0
     return Plan(
         tp=tp,
@@ -172,6 +183,8 @@ def _assemble(
                 tuple(sorted(region.rows)),
                 region.num_components,
                 region.shares,
+                region.consumers[0].width,
+                region.divisions,
                 region.duplicated,
             )
             for region in local.regions

@@ -9,7 +9,7 @@ at modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +31,9 @@ _METADATA = {
     "__hash__", "is_tensor", "nelement", "get_device",
 }  # fmt: skip
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # float32 at real widths; a wrong slice is off by the size of the values
+
+
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm"}
 
 
 class GlueError(Exception):
@@ -64,6 +67,7 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     arguments: dict[tuple[str, str, int], torch.Tensor] = field(default_factory=dict)
+    num_broadcasts: int = 0  # products of real tensors of which one is repeated along a batch dimension
 
     def by_key(self) -> dict[tuple[str, int], Call]:
         return {(call.weight, call.index): call for call in self.calls}
@@ -150,6 +154,7 @@ class _Interceptor(TorchFunctionMode):
         super().__init__()
         self.owners = owners
         self.counts: dict[str, int] = {}
+        self.num_broadcasts = 0
         self.step = 0
 
     def __torch_function__(
@@ -160,6 +165,7 @@ class _Interceptor(TorchFunctionMode):
         metas = [tensor for tensor in tensors if tensor.is_meta]
         name = getattr(func, "__name__", "")
         if not metas or name in _METADATA:
+            self.num_broadcasts += name in _PRODUCTS and _broadcasts(tensors)
             return func(*args, **kwargs)
         reals = [tensor for tensor in tensors if not tensor.is_meta]
         if name in ("__getitem__", "select", "index_select") and len(reals) == 1 and reals[0].numel() == 1:
@@ -253,6 +259,7 @@ def record(model: nn.Module, batch: Batch, watch_arguments: bool = False) -> Rec
             if recording.passes[0].cache is not None:
                 mode.step = 1
                 recording.passes.append(decode_pass(model, batch, recording.passes[0]))
+            recording.num_broadcasts = mode.num_broadcasts
     finally:
         owners.close()
         for handle in handles:
@@ -343,6 +350,9 @@ def replay(model: nn.Module, recording: Recording, part: Replay, mode: TorchFunc
                 passes.append(decode_pass(model, recording.batch, passes[0]))
     finally:
         owners.close()
+    if interceptor.num_broadcasts > recording.num_broadcasts:
+        # Eager attention broadcasts one KV head over many query heads where other kernels would not.
+        raise GlueError("it works only because a product broadcasts")
     for mine, theirs in zip(passes, recording.passes, strict=True):
         if len(mine.outputs) != len(theirs.outputs):
             raise GlueError("the number of outputs differs")
@@ -365,6 +375,12 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
+
+
+def _broadcasts(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the batch dimensions of a product differ."""
+    batches = {tuple(tensor.shape[:-2]) for tensor in tensors if tensor.dim() > 2}
+    return len(batches) > 1
 
 
 def _to_meta(value: Any) -> Any:

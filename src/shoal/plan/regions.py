@@ -20,8 +20,8 @@ from shoal.plan.types import Range, even_ranges, pattern_of
 
 __all__ = ["DraftRegion", "deal", "deal_region", "draft_regions", "home_of", "ranges_of", "rank_elements"]
 
-_QUANTUM = 16  # neurons: the width of a packed kernel panel
-_MIN_QUANTA = 32  # per rank, below which rounding to quanta would unbalance the ranks
+_QUANTA = (16, 8, 4, 2, 1)  # neurons are dealt by so many: a vector register, or a panel of a packed weight
+_MIN_QUANTA = 32  # per rank, so that rounding to quanta does not unbalance the ranks
 
 
 @dataclass(slots=True)
@@ -43,6 +43,11 @@ class DraftRegion:
     @property
     def patterns(self) -> list[str]:
         return [*self.rows, *self.columns]
+
+    @property
+    def divisions(self) -> tuple[int, ...]:
+        """Into how many blocks the producers' features divide the first consumer."""
+        return component_counts(self.consumers[0])
 
     @property
     def name(self) -> str:
@@ -130,7 +135,7 @@ def home_of(consumers: Sequence[Consumer]) -> str:
 
 def _choose_components(region: DraftRegion, tp: int, elements: Mapping[str, int]) -> None:
     """The coarsest division that gives every rank a component."""
-    counts = {_component_counts(consumer) for consumer in region.consumers}
+    counts = {component_counts(consumer) for consumer in region.consumers}
     if len(counts) > 1:
         region.reason = "its consumers have different numbers of components"
         return
@@ -155,7 +160,7 @@ def _duplicated_share(region: DraftRegion, count: int) -> float:
     return shared / max(1, everything)
 
 
-def _component_counts(consumer: Consumer) -> tuple[int, ...]:
+def component_counts(consumer: Consumer) -> tuple[int, ...]:
     """Into how many components each kind of producer feature divides the consumer, a division at a time."""
     sizes = {size for cone in consumer.cones.values() for size in cone.sizes()}
     return tuple(sorted({consumer.width // size for size in sizes}))
@@ -177,7 +182,7 @@ def deal(count: int, tp: int, weight: float, loads: Sequence[float], coarser: in
         for ((start, stop),) in even_ranges(tp, coarser):
             shares += [b - a for ((a, b),) in even_ranges(count // coarser, stop - start)]
         return tuple(shares)
-    quantum = gcd(count, _QUANTUM) if count // tp >= _QUANTUM * _MIN_QUANTA else 1
+    quantum = gcd(count, next(size for size in _QUANTA if size * _MIN_QUANTA <= count // tp or size == 1))
     units = count // quantum
     target = (sum(loads) + count * weight) / tp
     wanted = [max(1.0, (target - load) / (weight * quantum)) for load in loads]

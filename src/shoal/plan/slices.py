@@ -24,17 +24,34 @@ def direct_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def split_parameters(plan: Plan, model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Split, int]]:
     """(full name, owning module, attribute, split, dim) of every tensor the plan cuts.
 
-    A bias that is split follows its weight: it is cut along dimension 0 by the weight's ranges.
+    A bias that is split follows its weight: it is cut along dimension 0 by the weight's ranges, under
+    each name it is tied to.
     """
-    for name, module, attribute in direct_tensors(model):
-        split = plan.split_of(name)
-        if split is not None:
-            if split.is_split:
-                yield name, module, attribute, split, split.dim
-        elif attribute == "bias":
-            weight = plan.split_of(f"{name[: -len('bias')]}weight")
-            if weight is not None and weight.is_split and weight.bias == "split":
-                yield name, module, attribute, weight, 0
+    found: dict[int, tuple[Split, int]] = {}
+    others: list[tuple[str, nn.Module, str]] = []
+    for name, module, attribute in list(direct_tensors(model)):
+        split, dim = _split_of(plan, name)
+        if split is None:
+            others.append((name, module, attribute))
+        elif split.is_split:
+            found[id(getattr(module, attribute))] = (split, dim)
+            yield name, module, attribute, split, dim
+    for name, module, attribute in others:
+        entry = found.get(id(getattr(module, attribute)))
+        if entry is not None:
+            yield name, module, attribute, *entry
+
+
+def _split_of(plan: Plan, name: str) -> tuple[Split | None, int]:
+    """What the plan says of a tensor, and the dimension; None where it says nothing."""
+    split = plan.split_of(name)
+    if split is not None:
+        return split, split.dim
+    if name.endswith("bias"):
+        weight = plan.split_of(f"{name.removesuffix('bias')}weight")
+        if weight is not None and weight.bias == "split":
+            return weight, 0
+    return None, 0
 
 
 def slices(plan: Plan, model: nn.Module, rank: int) -> dict[str, TensorSlice]:

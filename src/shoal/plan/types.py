@@ -228,6 +228,8 @@ class Region:
     producers: tuple[str, ...]  # parameter patterns, op column (or raw parameters)
     components: int  # heads, KV groups or neurons that are dealt out
     shares: tuple[int, ...]  # components a rank
+    width: int  # input features of the consumer
+    divisions: tuple[int, ...]  # into how many blocks producers' features divide them: KV groups, heads ...
     duplicated: tuple[str, ...] = ()  # producers of which several ranks hold the same features
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,6 +238,8 @@ class Region:
             "producers": list(self.producers),
             "components": self.components,
             "shares": list(self.shares),
+            "width": self.width,
+            "divisions": list(self.divisions),
             "duplicated": list(self.duplicated),
         }
 
@@ -246,6 +250,8 @@ class Region:
             tuple(data["producers"]),
             int(data["components"]),
             tuple(int(count) for count in data["shares"]),
+            int(data["width"]),
+            tuple(int(count) for count in data["divisions"]),
             tuple(data["duplicated"]),
         )
 

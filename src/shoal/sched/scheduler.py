@@ -198,7 +198,8 @@ class Scheduler:
     def reset(self) -> None:
         """The pages are gone: forget the step in flight and every prefix, and compute all anew.
 
-        Running branches wait again in order of arrival; their tokens stay.
+        Running branches wait again in order of arrival; their tokens stay. An answer to the forgotten
+        step must not be handed in any more.
         """
         self._flight = None
         self._unfreed.clear()
@@ -241,7 +242,8 @@ class Scheduler:
     def _deal_to_running(self, shares: list[_Share]) -> int:
         """Serve the running, oldest first; returns the budget left.
 
-        Who is preempted does not come back in the same step: what it gave up, less a block, is too little.
+        Who is preempted is first in line again. What it gave up, less a block, is too little for it to
+        come back in the same step, unless others have computed its prefix meanwhile.
         """
         budget = self._max_num_batched_tokens
         running = self._running
@@ -265,20 +267,21 @@ class Scheduler:
         waiting = self._waiting
         passed: list[Request] = []
         is_held_back = False
-        while waiting and not is_held_back:
+        while waiting:
             if budget == 0 or len(self._running) >= self._max_num_seqs:
                 is_held_back = True
                 break
             request = waiting.popleft()
             if _waits_for_leader(request):
                 passed.append(request)
-            elif self._admit(request):
-                count = min(request.num_tokens - request.num_computed, budget)
-                shares.append((request, count))
-                budget -= count
-            else:
+                continue
+            if not self._admit(request):
                 waiting.push_front(request)
                 is_held_back = True
+                break
+            count = min(request.num_tokens - request.num_computed, budget)
+            shares.append((request, count))
+            budget -= count
         for request in reversed(passed):
             waiting.push_front(request)
         return is_held_back

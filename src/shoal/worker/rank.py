@@ -67,13 +67,17 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 class RankWorker:
-    """One rank's life: :meth:`start`, :meth:`allocate`, any number of :meth:`execute`, :meth:`close`."""
+    """One rank's life: :meth:`start`, :meth:`allocate`, any number of :meth:`execute`, :meth:`close`.
 
-    def __init__(self) -> None:
+    Args:
+        comm: this rank's end of a group that exists already; None: join one as the start message says.
+    """
+
+    def __init__(self, comm: Comm | None = None) -> None:
         self._rank = 0
         self._device: Device | None = None
         self._dtype = torch.float32
-        self._comm: Comm | None = None
+        self._comm = comm
         self._model: ServedModel | None = None
         self._runner: Runner | None = None
         self._private_before = 0
@@ -89,11 +93,11 @@ class RankWorker:
         model_class = causal_class(hf_config, path, config.trust_remote_code)
         dtype = resolve_dtype(config.dtype, device, hf_config.dtype)
         self._dtype = getattr(torch, dtype.name)
-        self._comm = self._join(config, start, device)
+        comm = self._comm = self._comm or self._join(config, start, device)
         module = build_empty(model_class, hf_config, self._dtype)
         plan = Plan.from_dict(start.plan)
         parts = slices(plan, module, start.rank)
-        shard(module, plan, start.rank, self._comm)
+        shard(module, plan, start.rank, comm)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         loaded = load_weights(module, CheckpointReader(path), parts, device.torch_device, self._dtype, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
@@ -26,17 +27,38 @@ TEMPLATE = (
 CHAT_SPECIAL = {"eos_token": "<|end|>", "additional_special_tokens": ["<|user|>", "<|assistant|>"]}
 
 
+class _Stripping(PreTrainedTokenizerFast):
+    """Decodes like the tokenizers written in Python that end in ``.strip()``."""
+
+    def _decode(self, *args: Any, **options: Any) -> str:
+        text: str = super()._decode(*args, **options)
+        return text.strip()
+
+
+class _Joining(PreTrainedTokenizerFast):
+    """Decodes like CTRL's: words in pieces that end in ``@@`` until the last."""
+
+    def _decode(self, *args: Any, **options: Any) -> str:
+        text: str = super()._decode(*args, **options)
+        return text.replace("@@ ", "")
+
+
 def backend(kind: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A transformers tokenizer: byte_level, byte_fallback (as Llama 2), metaspace (as T5), word_piece."""
+    """A transformers tokenizer.
+
+    Kinds: byte_level, byte_fallback (as Llama 2), metaspace (as T5), word_piece, joined (as CTRL), and
+    stripped: one whose decoder takes spaces from both ends, as many written in Python do.
+    """
     raw = {
         "byte_level": _byte_level,
         "byte_fallback": _byte_fallback,
         "metaspace": _metaspace,
         "word_piece": _word_piece,
+        "stripped": _stripped,
+        "joined": _joined,
     }[kind]()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=RawTokenizer.from_str(raw), chat_template=chat_template, **CHAT_SPECIAL
-    )
+    wrapper = {"stripped": _Stripping, "joined": _Joining}.get(kind, PreTrainedTokenizerFast)
+    return wrapper(tokenizer_object=RawTokenizer.from_str(raw), chat_template=chat_template, **CHAT_SPECIAL)
 
 
 def make(kind: str, chat_template: str | None = None, vocab_size: int | None = None) -> Tokenizer:
@@ -107,4 +129,21 @@ def _word_piece() -> str:
     raw.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
     raw.train_from_iterator(LINES, trainer)
+    return _finished(raw)
+
+
+@cache
+def _stripped() -> str:
+    pieces = ["<unk>", *sorted(set("".join(LINES).replace(" ", "\u2581")))]
+    raw = RawTokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    raw.normalizer = normalizers.Replace(" ", "\u2581")
+    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    return _finished(raw)
+
+
+@cache
+def _joined() -> str:
+    words = ["<unk>", "the", "hel@@", "lo", "f@@", "o@@", "x", "dog"]
+    raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _finished(raw)

@@ -6,12 +6,14 @@ import engine_tokenizers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from shoal.engine.detokenise import Detokeniser
 from shoal.engine.text import Tokenizer
 
-KINDS = ["byte_level", "byte_fallback", "metaspace", "word_piece"]
+KINDS = ["byte_level", "byte_fallback", "metaspace", "word_piece", "stripped", "joined"]
 TOKENIZERS = {kind: engine_tokenizers.make(kind) for kind in KINDS}
+BACKEND = engine_tokenizers.backend("byte_level")
 TEXTS = [
     *engine_tokenizers.LINES,
     "",
@@ -21,6 +23,13 @@ TEXTS = [
     "a\ufffdb\ufffd\ufffd",
     "<|user|> hi <|end|><|end|>",
 ]
+
+
+def byte_ids(text: str) -> list[int]:
+    """Byte-level ids of the text's UTF-8, a token per byte."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    ids: list[int] = BACKEND.convert_tokens_to_ids([letter for word, _ in letters for letter in word])
+    return ids
 
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
@@ -37,7 +46,7 @@ def test_pieces_of_real_text_add_up_to_the_whole(kind: str, skip: bool) -> None:
         assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "word_piece"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "byte_fallback"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_of_any_ids_add_up_to_the_whole(kind: str, data: st.DataObject, skip: bool) -> None:
@@ -47,11 +56,29 @@ def test_pieces_of_any_ids_add_up_to_the_whole(kind: str, data: st.DataObject, s
     assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=150, deadline=None)
-@given(ids=st.lists(st.integers(0xC0, 0x101) | st.sampled_from([1, 65, 300]), max_size=80))
-def test_pieces_of_bytes_mostly_broken_add_up_to_the_whole(ids: list[int]) -> None:
-    """Long unfinished runs, which have to be given out before they are finished."""
+@pytest.mark.parametrize("num_broken", range(10, 40))
+def test_text_behind_a_long_broken_run_adds_up_to_the_whole(num_broken: int) -> None:
+    """The run is given out before it is finished, the character behind it still as one piece."""
     tokenizer = TOKENIZERS["byte_level"]
+    (lead, *rest) = byte_ids("𝔘")
+    ids = [lead] * num_broken + rest + [lead, rest[0]] * num_broken + byte_ids("日x")
+    for count in range(len(ids)):
+        assert "".join(pieces_of(tokenizer, ids[:count], True)) == tokenizer.decode(ids[:count], True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_bytes_mostly_broken_add_up_to_the_whole(data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = data.draw(st.lists(st.sampled_from([*byte_ids("𝔘𝔫日é"), *byte_ids("x")]), max_size=80))
+    assert "".join(pieces_of(tokenizer, ids, True)) == tokenizer.decode(ids, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_skipped_tokens_in_a_row_do_not_lose_what_was_before(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    first, second = tokenizer.encode("the fox"), tokenizer.encode("the dog")
+    ids = first + sorted(tokenizer.special_ids) * 20 + second
     assert "".join(pieces_of(tokenizer, ids, True)) == tokenizer.decode(ids, True)
 
 

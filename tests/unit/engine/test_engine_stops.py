@@ -165,6 +165,11 @@ def test_a_stop_string_within_min_tokens_does_not_count(
     assert (piece + together.finish(), stop) == expected
 
 
+def test_a_stop_string_that_does_not_count_is_not_held_back() -> None:
+    (x,) = TOKENIZER.encode("x")
+    assert branch("x", min_tokens=2).push((x,), 1) == ("x", None)
+
+
 def test_a_stop_string_that_only_begins_within_min_tokens_counts_and_is_cut_whole() -> None:
     ids = [TOKENIZER.encode(letter)[0] for letter in "axyz"]
     assert run(branch("xy", min_tokens=2), ids) == ("a", "xy")

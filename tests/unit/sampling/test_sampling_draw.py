@@ -61,6 +61,7 @@ def transformers_race(scores: torch.Tensor, spec: SamplingSpec, row_keys: torch.
         {"top_k": 30, "top_p": 0.6, "temperature": 1.7},
         {"top_k": 900, "top_p": 0.9, "min_p": 0.001, "temperature": 1.3},
         {"min_p": 0.01, "top_p": 0.8, "temperature": 3.0},
+        {"min_p": 0.15, "top_p": 0.2, "temperature": 4.0},
     ],
     ids=str,
 )

@@ -8,12 +8,13 @@ function of prefix and branch, so the outputs must be those of :func:`reference`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from zlib import crc32
 
 from shoal.cache.manager import CacheManager
-from shoal.cache.prefix import block_digest
+from shoal.cache.prefix import Digest, block_digest
 from shoal.messages import SamplingSpec, SequenceStep, Step, StepResult, TokenResult, unpack_ids
 from shoal.sched.request import BranchUpdate, Request, RequestSpec, Status
 from shoal.sched.scheduler import Scheduler
@@ -61,6 +62,22 @@ def spec(
         stop_ids=frozenset({STOP}),
         ignore_eos=ignore_eos,
         cache_salt=salt,
+    )
+
+
+def counts(step: Step) -> dict[int, int]:
+    """Tokens per sequence in a step."""
+    return {item.sequence_id: len(unpack_ids(item.token_ids)) for item in step.sequences}
+
+
+def long_spec(request_id: str, prompt_ids: list[int], **options) -> RequestSpec:
+    """A request that ends at max_tokens only."""
+    request = spec(request_id, prompt_ids, ignore_eos=True, **options)
+    return RequestSpec(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        sampling=request.sampling,
+        max_tokens=request.max_tokens,
     )
 
 
@@ -117,7 +134,7 @@ class World:
     max_num_batched_tokens: int = 16
     max_model_len: int = 64
     caching: bool = True
-    digest: object = block_digest
+    digest: Digest = block_digest
     bound: int | None = None
     branches: dict[int, Branch] = field(default_factory=dict)
     errors_next: set[int] = field(default_factory=set)  # sequence ids that fail in the next step
@@ -135,12 +152,10 @@ class World:
         )
         self.requests: dict[int, Request] = {}
         self.step_in_flight: Step | None = None
-        self.computed_tokens = 0
+        self.pages: dict[int, list[int]] = {}  # per block, the prefix identity in each slot
         self.poison(range(self.num_blocks))
 
-    def poison(self, block_ids) -> None:
-        if not hasattr(self, "pages"):
-            self.pages = {}
+    def poison(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self.pages[block_id] = [POISON] * self.block_size
 
@@ -169,7 +184,7 @@ class World:
         if was_live:
             self._mark([sequence_id], "stop", stop)
 
-    def _mark(self, sequence_ids, reason, stop_reason) -> None:
+    def _mark(self, sequence_ids: list[int], reason: str, stop_reason: str | None) -> None:
         for sequence_id in sequence_ids:
             self.branches[sequence_id].ended = (reason, stop_reason)
             self.branches[sequence_id].was_disturbed = True
@@ -192,7 +207,6 @@ class World:
         self.step_in_flight = step
         counts = [len(item.token_ids) // 4 for item in step.sequences]
         assert 1 <= sum(counts) <= self.max_num_batched_tokens
-        self.computed_tokens += sum(counts)
         ids = [item.sequence_id for item in step.sequences]
         assert len(set(ids)) == len(ids) <= self.max_num_seqs
         assert all(self.requests[i].status is Status.RUNNING for i in ids)

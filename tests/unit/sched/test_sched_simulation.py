@@ -97,7 +97,7 @@ def add(world: World, detail: dict) -> None:
         assert caught.value.field == "prompt"
 
 
-@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(world=worlds, script=st.lists(events, max_size=40))
 def test_any_script_gives_the_outputs_of_unlimited_memory(world, script):
     """Arrivals, aborts, finishes, failures and resets, in flight too: each step reads the right KV, all
