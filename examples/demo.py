@@ -6,13 +6,15 @@ import time
 import shoal
 from shoal.engine.summary import describe
 
-QUESTION = [{"role": "user", "content": "Why do fish swim in shoals? Answer in three sentences."}]
+QUESTION = [{"role": "user", "content": "Explain in a short paragraph why fish swim in shoals."}]
 OTHERS = ["The capital of France is", "Once upon a time", "Water boils at", "To bake bread, first"]
 
 
 async def main() -> None:
     started = time.perf_counter()
-    llm = await shoal.AsyncLLM.start("demo", tensor_parallel_size=2, show_progress=True)
+    llm = await shoal.AsyncLLM.start(
+        "demo", tensor_parallel_size=2, kv_cache_memory_bytes=256 << 20, show_progress=True
+    )
     print(f"ready in {time.perf_counter() - started:.1f} s\n\n> {QUESTION[0]['content']}\n")
     greedy = shoal.SamplingParams(temperature=0, max_tokens=96)
 

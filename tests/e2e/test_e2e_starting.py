@@ -61,7 +61,7 @@ def test_under_torchrun_rank_0_drives(
     script: str, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "program.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert run([*command, str(tmp_path / "program.py")]).splitlines() == [expected]
 
 

@@ -77,7 +77,10 @@ def convert(file: GgufFile, folder: Path, progress: Callable[[float, float], Non
     model = _empty_model(_config(path))
     _fill(model, _dequantise(file, model, progress), path)
     _save(model, folder)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise CheckpointError(f"{path}: no tokenizer can be made from its vocabulary ({error})") from error
     _set_special_tokens(tokenizer, file)
     tokenizer.save_pretrained(folder)
 

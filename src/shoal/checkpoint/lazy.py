@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from shoal.checkpoint.reader import CheckpointReader, Ranges, sliced_shape
+from shoal.errors import CheckpointError
 
 __all__ = ["Computed", "Cut", "Joined", "Lazy", "Stacked", "Stored", "Turned"]
 
@@ -62,9 +63,11 @@ class Joined:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = list(self.parts[0].shape)
-        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        return tuple(shape)
+        shapes = [list(part.shape) for part in self.parts]
+        size = sum(shape[self.dim] for shape in shapes)
+        for shape in shapes:
+            shape[self.dim] = size
+        return _common(shapes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,7 +95,7 @@ class Stacked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
+        return (len(self.parts), *_common([list(part.shape) for part in self.parts]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,5 +182,18 @@ class Computed:
         values = self._whole()
         self._values = None
         for dim, kept in ranges.items():
-            values = torch.cat([values.narrow(dim, start, stop - start) for start, stop in kept], dim)
+            rows = [row for start, stop in kept for row in range(start, stop)]
+            values = values.index_select(dim, torch.tensor(rows, dtype=torch.int64))
         out.copy_(values)
+
+
+def _common(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The one shape of pieces that must agree.
+
+    Raises:
+        CheckpointError: they do not; a piece is missing, or of another model.
+    """
+    distinct = sorted({tuple(shape) for shape in shapes})
+    if len(distinct) > 1:
+        raise CheckpointError(f"the checkpoint's pieces of one tensor do not fit together: shapes {distinct}")
+    return distinct[0]

@@ -161,9 +161,13 @@ def _untie(model: nn.Module, name: str, owner: str) -> None:
 
 def _read(name: str, source: Lazy, meta: torch.Tensor, target: _Target) -> torch.Tensor:
     part = target.slices.get(name)
-    whole = source.shape
+    try:
+        whole = source.shape
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
     ranges: Ranges = {} if part is None else {part.dim % max(len(whole), 1): part.ranges}
-    if sliced_shape(whole, ranges) != tuple(meta.shape):
+    inside = all(0 <= a <= b <= whole[dim] for dim, kept in ranges.items() for a, b in kept)
+    if not inside or sliced_shape(whole, ranges) != tuple(meta.shape):
         kept = f" of which {[list(kept) for kept in ranges.values()]} are kept" if ranges else ""
         raise CheckpointError(
             f"{name}: the checkpoint's shape {list(whole)}{kept} does not fit the model's {list(meta.shape)}"

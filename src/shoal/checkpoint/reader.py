@@ -120,6 +120,7 @@ class CheckpointReader:
         """
         shape = self.shape(name)
         ranges: Ranges = {} if part is None else {part.dim % max(len(shape), 1): part.ranges}
+        _check_ranges(name, shape, ranges)
         out = torch.empty(sliced_shape(shape, ranges), dtype=dtype or self.dtype(name))
         self.read_into(name, ranges, out)
         return out

@@ -23,7 +23,7 @@ from shoal.errors import ModelNotFoundError, UsageError
 __all__ = ["check_supported", "home", "resolve"]
 
 # What the hub allows: letters, digits, "-", "_" and ".", in one or two parts.
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 _GGUF_MAGIC = b"GGUF"
 
@@ -107,10 +107,14 @@ def _gguf_key(path: Path) -> str:
 
 
 def _check_space(needed: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
+    free = _free_bytes(folder)
     if needed > free:
         raise UsageError(
             f"model: {needed / 1e9:.2f} GB are needed in {home()}, and {free / 1e9:.2f} GB are free there; "
             "set SHOAL_HOME to a larger disk",
             field="model",
         )
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

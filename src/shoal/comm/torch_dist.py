@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from shoal.comm.environment import prepare_process_group_environment
 from shoal.errors import RankError
 
 __all__ = ["TorchComm", "connect", "open_store", "torchrun_place", "use_loopback"]
@@ -96,6 +97,7 @@ def connect(rank: int, size: int, rendezvous: str, device: torch.device, timeout
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
+    prepare_process_group_environment()
     try:
         if not rendezvous:
             owns_world = not dist.is_initialized()

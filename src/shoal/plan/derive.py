@@ -122,7 +122,12 @@ def _findings(probe: _Probe, inventory: Inventory, tp: int, excluded: frozenset[
     if unchanged.error:
         found.reasons = dict.fromkeys(inventory.modules, f"not repeatable: {unchanged.error}")
         return found
-    found.flow = measure(probe.recordings[0])
+    try:
+        found.flow = measure(probe.recordings[0])
+    except Exception as error:  # backward code of the model's own may refuse in any way
+        reason = f"its gradients cannot be measured: {type(error).__name__}: {str(error)[:200]}"
+        found.reasons = dict.fromkeys(inventory.modules, reason)
+        return found
     loads = [0.0] * tp
     for region in draft_regions(found.flow, tp, inventory.elements):
         _refuse(region, inventory, excluded)

@@ -117,6 +117,11 @@ class _Owners:
             self._tags[key] = self._tags.get(_storage(source), _storage(source))
             self._keep.append(derived)
 
+    def known(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The first that is a weight or was made of one, or else the first."""
+        known = (t for t in tensors if _storage(t) in self._names or _storage(t) in self._tags)
+        return next(known, tensors[0])
+
     def name(self, weight: torch.Tensor) -> tuple[str, bool]:
         """(name, whether the module that has it under this name is the one running)."""
         key = _storage(weight)
@@ -164,6 +169,8 @@ class _Interceptor(TorchFunctionMode):
         tensors = list(_tensors((args, tuple(kwargs.values()))))
         metas = [tensor for tensor in tensors if tensor.is_meta]
         name = getattr(func, "__name__", "")
+        if metas and func is torch.Tensor.device.__get__:
+            return torch.device("cpu")  # what code creates "where the weight is" must be real
         if not metas or name in _METADATA:
             self.num_broadcasts += name in _PRODUCTS and _broadcasts(tensors)
             return func(*args, **kwargs)
@@ -176,9 +183,9 @@ class _Interceptor(TorchFunctionMode):
             result = func(*args, **kwargs)
             for derived in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
                 if derived.is_meta:
-                    self.owners.inherit(metas[0], derived)
+                    self.owners.inherit(self.owners.known(metas), derived)
             return result
-        return self._contract(func, name, args, kwargs, metas[0], reals)
+        return self._contract(func, name, args, kwargs, self.owners.known(metas), reals)
 
     def _contract(
         self, func: Any, name: str, args: Any, kwargs: Any, weight: torch.Tensor, reals: list[torch.Tensor]

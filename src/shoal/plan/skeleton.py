@@ -43,12 +43,21 @@ class OwnRandom(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        is_random = func in _RANDOM_CREATORS or getattr(func, "__name__", "") in _RANDOM_IN_PLACE
-        if is_random and kwargs.get("generator") is None and str(kwargs.get("device", "cpu")) == "cpu":
-            if any(isinstance(arg, torch.Tensor) and arg.device.type != "cpu" for arg in args):
-                return func(*args, **kwargs)
+        is_random = func in _RANDOM_CREATORS or _fills_randomly(func, kwargs)
+        if is_random and kwargs.get("generator") is None and _is_on_cpu(args, kwargs):
             kwargs["generator"] = self._generator
         return func(*args, **kwargs)
+
+
+def _fills_randomly(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function overwrites a tensor with random values (``torch.nn.init``'s take a generator)."""
+    in_init = getattr(func, "__module__", "") == "torch.nn.init"
+    return "generator" in kwargs if in_init else getattr(func, "__name__", "") in _RANDOM_IN_PLACE
+
+
+def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return all(t.device.type == "cpu" for t in tensors) and str(kwargs.get("device") or "cpu") == "cpu"
 
 
 class _BigOnMeta(TorchFunctionMode):
@@ -61,7 +70,7 @@ class _BigOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _RANDOM_IN_PLACE:
+        if _fills_randomly(func, kwargs):
             return args[0] if args else kwargs["tensor"]
         limit = _BIG if func in self._EMPTY else _BIG_CONSTANT if func in self._CONSTANT else None
         if limit is not None and kwargs.get("dtype") is not torch.bool and _numel(args, kwargs) >= limit:

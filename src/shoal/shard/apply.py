@@ -84,7 +84,8 @@ def _adopt_modules(model: nn.Module, plan: Plan, rank: int, adopter: Adopter) ->
         split = plan.split_of(f"{name}.weight")
         if split is None or not split.is_split or not is_splittable(module):
             continue
-        set_features(module)
+        if split.op in ("column", "row"):
+            set_features(module)
         _adopt(name, module, split, rank, adopter)
 
 

@@ -139,7 +139,10 @@ def _mixed(own: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def set_features(module: nn.Module) -> None:
-    """Bring a module's own counts (``in_features`` ...) in line with its weight's shape."""
+    """Bring a module's own counts (``in_features`` ...) in line with its weight's shape.
+
+    For what takes or gives a rank's part; a layer that takes and gives the whole keeps its counts.
+    """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     rows, columns = weight.shape
@@ -147,6 +150,5 @@ def set_features(module: nn.Module) -> None:
         module.nx, module.nf = rows, columns
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = rows, columns
-        module.padding_idx = None  # an index into the whole table; it only matters to gradients
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = rows, columns

@@ -100,7 +100,8 @@ class RankWorker:
         shard(module, plan, start.rank, comm)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
-        loaded = load_weights(module, CheckpointReader(path), parts, device.torch_device, self._dtype, report)
+        with CheckpointReader(path) as reader:
+            loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report)
         load_peak = used_since("cpu", peak_before)
         kernel = resolve_attention(config.attn_implementation, device, _is_built).name
         chosen = self._serve(module, kernel)
