@@ -57,9 +57,7 @@ def test_from_stdin(script: str, expected: str) -> None:
     assert run([sys.executable, "-"], stdin=script).splitlines() == [expected]
 
 
-def test_under_torchrun_rank_0_drives(
-    script: str, expected: str, tmp_path: Path
-) -> None:
+def test_under_torchrun_rank_0_drives(script: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert run([*command, str(tmp_path / "program.py")]).splitlines() == [expected]

@@ -55,10 +55,18 @@ def ragged(
         positions.extend(range(start, start + len(tokens)))
         if want:
             wanted.append(len(ids) - 1)
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
     return Ragged(
-        as_tensor(ids), as_tensor(positions), torch.cat(slots).to(device), rows, as_tensor(wanted), block_size
+        ids=_tensor(ids, device),
+        positions=_tensor(positions, device),
+        slots=torch.cat(slots).to(device),
+        rows=rows,
+        wanted=_tensor(wanted, device),
+        block_size=block_size,
     )
+
+
+def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def serve_causal(module: PreTrainedModel, kernel: PagedKernel, device: torch.device) -> Chosen:

@@ -109,9 +109,10 @@ def measure(recording: Recording) -> Flow:
         consumer.whole = {call.pattern for call in consumer.upstream} & flow.mixed
         if upstream:
             consumer.upstream = upstream
-            x = consumer.call.inputs[0]
-            consumer.cones = _cones(flow, x, _random_like(x, generator), upstream)
-            _settle(consumer)
+            if all(call.kind != "raw" for call in upstream):  # else its region is refused as it is
+                x = consumer.call.inputs[0]
+                consumer.cones = _cones(flow, x, _random_like(x, generator), upstream)
+                _settle(consumer)
             flow.consumers.append(consumer)
     return flow
 
@@ -135,8 +136,11 @@ def _look_at(
     if call.kind != "linear":
         flow.mixed |= reached.keys()
         return
-    first = support(flow, x, random, [0], upstream)
-    last = support(flow, x, random, [x.shape[-1] - 1], upstream)
+    plain = [entry for entry in upstream if entry.kind != "raw"]
+    if not plain:
+        return
+    first = support(flow, x, random, [0], plain)
+    last = support(flow, x, random, [x.shape[-1] - 1], plain)
     for name, mask in first.items():
         if torch.equal(mask, last[name]) and mask.any():
             flow.mixed.add(pattern_of(name))

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from shoal.errors import PlanError
 from shoal.plan.drive import Batch, Pass, decode_pass, prefill_pass
 from shoal.plan.linears import input_size, is_linear, is_splittable, output_size
+from shoal.plan.owners import Owners
+from shoal.plan.random import own_random
 from shoal.plan.types import pattern_of
 
 __all__ = ["Call", "GlueError", "Kind", "Recording", "Replay", "record", "replay"]
@@ -77,68 +79,6 @@ class Recording:
         return len(self.passes) > 1
 
 
-class _Owners:
-    """Which module that owns weights is running, and under which names a storage is known to it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules())
-        self.stack: list[str] = []
-        self._names: dict[int, list[str]] = {}
-        self._tags: dict[int, int] = {}
-        self._keep: list[torch.Tensor] = []  # storages whose identity is in use
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter.is_meta:
-                self._names.setdefault(_storage(parameter), []).append(name)
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if buffer.is_meta:
-                self._names.setdefault(_storage(buffer), []).append(name)
-        self._handles = list(self._watch())
-
-    def _watch(self) -> Iterator[Any]:
-        for name, module in self.modules.items():
-            if any(p is not None and p.is_meta for p in module._parameters.values()):
-                yield module.register_forward_pre_hook(self._push(name))
-                yield module.register_forward_hook(self._pop, always_call=True)
-
-    def _push(self, name: str) -> Callable[..., None]:
-        return lambda *_: self.stack.append(name)
-
-    def _pop(self, *_: Any) -> None:
-        self.stack.pop()
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def inherit(self, source: torch.Tensor, derived: torch.Tensor) -> None:
-        """A tensor made of a weight (transposed, cast) still counts as that weight."""
-        key = _storage(derived)
-        if key not in self._names and key not in self._tags:
-            self._tags[key] = self._tags.get(_storage(source), _storage(source))
-            self._keep.append(derived)
-
-    def known(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The first that is a weight or was made of one, or else the first."""
-        known = (t for t in tensors if _storage(t) in self._names or _storage(t) in self._tags)
-        return next(known, tensors[0])
-
-    def name(self, weight: torch.Tensor) -> tuple[str, bool]:
-        """(name, whether the module that has it under this name is the one running)."""
-        key = _storage(weight)
-        names = self._names.get(self._tags.get(key, key))
-        if names is None:
-            raise PlanError("an operation uses a weight of unknown origin")
-        running = self.stack[-1] if self.stack else None
-        for name in names:
-            if running is not None and name.rpartition(".")[0] == running:
-                return name, True
-        return names[0], False
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 @dataclass(frozen=True, slots=True)
 class _Use:
     """One operation that mixes a weight with real tensors."""
@@ -155,7 +95,7 @@ class _Use:
 class _Interceptor(TorchFunctionMode):
     """Hands every operation on weights and real tensors to ``self.use``."""
 
-    def __init__(self, owners: _Owners) -> None:
+    def __init__(self, owners: Owners) -> None:
         super().__init__()
         self.owners = owners
         self.counts: dict[str, int] = {}
@@ -169,7 +109,7 @@ class _Interceptor(TorchFunctionMode):
         tensors = list(_tensors((args, tuple(kwargs.values()))))
         metas = [tensor for tensor in tensors if tensor.is_meta]
         name = getattr(func, "__name__", "")
-        if metas and func is torch.Tensor.device.__get__:
+        if metas and func == torch.Tensor.device.__get__:
             return torch.device("cpu")  # what code creates "where the weight is" must be real
         if not metas or name in _METADATA:
             self.num_broadcasts += name in _PRODUCTS and _broadcasts(tensors)
@@ -212,7 +152,7 @@ class _Interceptor(TorchFunctionMode):
 class _Recorder(_Interceptor):
     """Notes every use and answers with a random leaf."""
 
-    def __init__(self, owners: _Owners, recording: Recording) -> None:
+    def __init__(self, owners: Owners, recording: Recording) -> None:
         super().__init__(owners)
         self._recording = recording
         self._generator = torch.Generator().manual_seed(3)
@@ -258,10 +198,10 @@ def record(model: nn.Module, batch: Batch, watch_arguments: bool = False) -> Rec
         Exception: whatever the model's own code raises.
     """
     recording = Recording(batch)
-    owners = _Owners(model)
+    owners = Owners(model)
     handles = list(_watch_arguments(model, recording)) if watch_arguments else []
     try:
-        with torch.enable_grad(), _Recorder(owners, recording) as mode:
+        with torch.enable_grad(), own_random(), _Recorder(owners, recording) as mode:
             recording.passes.append(prefill_pass(model, batch))
             if recording.passes[0].cache is not None:
                 mode.step = 1
@@ -313,7 +253,7 @@ class Replay:
 class _Replayer(_Interceptor):
     """Checks every use against the recording and answers from it."""
 
-    def __init__(self, owners: _Owners, recording: Recording, part: Replay) -> None:
+    def __init__(self, owners: Owners, recording: Recording, part: Replay) -> None:
         super().__init__(owners)
         self._recorded = recording.by_key()
         self._part = part
@@ -348,9 +288,9 @@ def replay(model: nn.Module, recording: Recording, part: Replay, mode: TorchFunc
             outputs differ.
         Exception: whatever the model's own code raises on shapes that do not fit.
     """
-    owners = _Owners(model)
+    owners = Owners(model)
     try:
-        with torch.no_grad(), _Replayer(owners, recording, part) as interceptor, mode:
+        with torch.no_grad(), own_random(), _Replayer(owners, recording, part) as interceptor, mode:
             passes = [prefill_pass(model, recording.batch)]
             if recording.has_decode:
                 interceptor.step = 1

@@ -19,45 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import PlanError
 from shoal.plan.linears import is_linear
+from shoal.plan.random import OwnRandom, fills_randomly, own_random
 
 __all__ = ["Cut", "build_on_meta", "build_probe", "build_with_generator", "cut_depth"]
 
 _BIG = 1 << 16  # elements from which uninitialised memory goes to meta
 _BIG_CONSTANT = 1 << 24  # the same for zeros and ones, which may be masks that are read
 _RAW_IS_WEIGHT = 1 << 12  # elements from which a raw matrix parameter counts as a weight
-
-_RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_",
-                    "geometric_"}  # fmt: skip
-_RANDOM_CREATORS = {torch.randn, torch.rand, torch.randint, torch.randperm, torch.normal, torch.bernoulli,
-                    torch.multinomial}  # fmt: skip
-
-
-class OwnRandom(TorchFunctionMode):
-    """Every random operation draws from ``generator``: the thread's default one is left alone."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self._generator = generator
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        is_random = func in _RANDOM_CREATORS or _fills_randomly(func, kwargs)
-        if is_random and kwargs.get("generator") is None and _is_on_cpu(args, kwargs):
-            kwargs["generator"] = self._generator
-        return func(*args, **kwargs)
-
-
-def _fills_randomly(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function overwrites a tensor with random values (``torch.nn.init``'s take a generator)."""
-    in_init = getattr(func, "__module__", "") == "torch.nn.init"
-    return "generator" in kwargs if in_init else getattr(func, "__name__", "") in _RANDOM_IN_PLACE
-
-
-def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    return all(t.device.type == "cpu" for t in tensors) and str(kwargs.get("device") or "cpu") == "cpu"
 
 
 class _BigOnMeta(TorchFunctionMode):
@@ -70,7 +38,7 @@ class _BigOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _fills_randomly(func, kwargs):
+        if fills_randomly(func, kwargs):
             return args[0] if args else kwargs["tensor"]
         limit = _BIG if func in self._EMPTY else _BIG_CONSTANT if func in self._CONSTANT else None
         if limit is not None and kwargs.get("dtype") is not torch.bool and _numel(args, kwargs) >= limit:
@@ -85,14 +53,12 @@ def _numel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return math.prod(int(size) for size in shape if isinstance(size, int))
 
 
-def private_config(config: Any, **changes: Any) -> Any:
-    """A copy of the config that computes in the plainest way: eager attention, eager experts."""
+def private_config(config: Any, attention: str = "eager") -> Any:
+    """A copy of the config that computes in the plainest way, unless another attention is asked for."""
     own = copy.deepcopy(config)
-    own._attn_implementation = "eager"
+    own._attn_implementation = attention
     if hasattr(own, "_experts_implementation"):
         own._experts_implementation = "eager"
-    for name, value in changes.items():
-        setattr(own, name, value)
     return own
 
 
@@ -102,10 +68,12 @@ def build_on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
         return model_class(private_config(config)).eval()
 
 
-def build_with_generator(model_class: type[nn.Module], config: Any, generator: torch.Generator) -> nn.Module:
+def build_with_generator(
+    model_class: type[nn.Module], config: Any, generator: torch.Generator, attention: str = "eager"
+) -> nn.Module:
     """The model with real, random weights; the thread's own random state is left alone."""
     with OwnRandom(generator):
-        return model_class(private_config(config)).eval()
+        return model_class(private_config(config, attention)).eval()
 
 
 def build_probe(model_class: type[nn.Module], config: Any) -> nn.Module:
@@ -115,7 +83,7 @@ def build_probe(model_class: type[nn.Module], config: Any) -> nn.Module:
     for gradients; rotary tables and masks hold what the model computed.
     """
     generator = torch.Generator().manual_seed(1)
-    with OwnRandom(generator), _BigOnMeta():
+    with own_random(), _BigOnMeta():
         model = model_class(private_config(config)).eval()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -64,12 +64,17 @@ def plan_and_prove(
         return derive(model_class, config, 1)
     key = plan_key(model_class, config, tp)
     cached = load_plan(cache_folder, key) if cache_folder else None
-    if cached is not None and cached.tp == tp and cached.model_class == model_class.__name__:
+    if cached is not None and _is_proof_of(cached, model_class, tp):
         return cached
     plan = _proved(model_class, config, tp)
     if cache_folder:
         store_plan(cache_folder, key, plan)
     return plan
+
+
+def _is_proof_of(plan: Plan, model_class: type[nn.Module], tp: int) -> bool:
+    is_same = (plan.tp, plan.model_class) == (tp, model_class.__name__)
+    return is_same and plan.evidence.get("proved") is True
 
 
 def _proved(model_class: type[nn.Module], config: Any, tp: int) -> Plan:
@@ -108,6 +113,7 @@ def _prove_numbers(plan: Plan, clone: Clone) -> dict[str, Scalar]:
         "tolerance": subject.tolerance,
         "proof_elements": clone.elements,
         "proof_decode": subject.has_decode,
+        "proof_attention": " ".join(subject.attention),
     }
 
 

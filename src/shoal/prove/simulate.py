@@ -5,6 +5,7 @@ model. Knows no planning.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +16,53 @@ from torch import nn
 from shoal.comm.simulated import SimulatedComm, run_ranks
 from shoal.errors import PlanError
 from shoal.plan.drive import Batch, batch_of, decode_pass, prefill_pass
+from shoal.plan.random import own_random
 from shoal.plan.skeleton import build_with_generator, embedding_size
 from shoal.plan.types import Plan
 from shoal.shard import shard
 
-__all__ = ["FLOAT32_TOLERANCE", "FLOAT64_TOLERANCE", "Subject", "compare", "random_subject", "run_plan"]
+__all__ = [
+    "FLOAT32_TOLERANCE",
+    "FLOAT64_TOLERANCE",
+    "Run",
+    "Subject",
+    "compare",
+    "random_subject",
+    "run_plan",
+]
 
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 2e-4
 _TOKENS = 9
 _TIMEOUT_S = 120.0
+_log = logging.getLogger("shoal.prove")
 
 
-@dataclass(slots=True)
-class Subject:
-    """A small model with random weights and what it gives, unsharded."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model with random weights, what it is fed, and what it gives, unsharded."""
 
     model: nn.Module
     batches: Sequence[Batch]
     expected: list[torch.Tensor]  # outputs of all passes of all batches
-    tolerance: float  # relative
     has_decode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a plan is proved on: the same model with eager attention and, where it has that, with SDPA.
+
+    Both, because code may come out right under one only: eager products broadcast where SDPA does not.
+    """
+
+    runs: tuple[Run, ...]
+    tolerance: float  # relative
+    attention: tuple[str, ...]
+
+    @property
+    def has_decode(self) -> bool:
+        """Whether a cache was kept and gone on from."""
+        return self.runs[0].has_decode
 
 
 def random_subject(model_class: type[nn.Module], config: Any) -> Subject:
@@ -45,29 +72,41 @@ def random_subject(model_class: type[nn.Module], config: Any) -> Subject:
         PlanError: it cannot be run at all, or gives no finite numbers.
     """
     vocabulary = embedding_size(config)
-    batches = [
-        batch_of(vocabulary, 1, _TOKENS, seed=2),
-        batch_of(vocabulary, 2, _TOKENS, seed=3),
-        batch_of(vocabulary, 2, _TOKENS, padding=3, seed=4),
-    ]
+    plain = [batch_of(vocabulary, rows, _TOKENS, seed=rows) for rows in (1, 2)]
+    padded = batch_of(vocabulary, 2, _TOKENS, padding=3, seed=4)
     failure = ""
     for dtype, tolerance in ((torch.float64, FLOAT64_TOLERANCE), (torch.float32, FLOAT32_TOLERANCE)):
-        model = random_model(model_class, config, dtype)
         try:
-            expected, has_decode = _run(model, batches)
+            eager = _reference(model_class, config, dtype, "eager", [*plain, padded])
         except Exception as error:  # a model's own code fails in any way, float64 being unusual
             failure = f"{type(error).__name__}: {error}"
             continue
-        if all(bool(torch.isfinite(tensor).any()) for tensor in expected):
-            return Subject(model, batches, expected, tolerance, has_decode)
-        failure = "its outputs are not finite"
+        try:
+            sdpa = _reference(model_class, config, dtype, "sdpa", [padded])
+        except Exception as error:  # not every model has it
+            _log.debug("%s is proved with eager attention only: %s", model_class.__name__, error)
+            return Subject((eager,), tolerance, ("eager",))
+        return Subject((eager, sdpa), tolerance, ("eager", "sdpa"))
     raise PlanError(f"{model_class.__name__} cannot be run to prove a plan: {failure}")
 
 
-def random_model(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
+def _reference(
+    model_class: type[nn.Module], config: Any, dtype: torch.dtype, attention: str, batches: Sequence[Batch]
+) -> Run:
+    """The unsharded model's outputs."""
+    model = random_model(model_class, config, dtype, attention)
+    expected, has_decode = _run(model, batches)
+    if not all(bool(torch.isfinite(tensor).any()) for tensor in expected):
+        raise PlanError("its outputs are not finite")
+    return Run(model, batches, expected, has_decode)
+
+
+def random_model(
+    model_class: type[nn.Module], config: Any, dtype: torch.dtype, attention: str = "eager"
+) -> nn.Module:
     """The model with random values in everything, so that no wrong slice can hide in zeros or ones."""
     generator = torch.Generator().manual_seed(11)
-    model = build_with_generator(model_class, config, generator).to(dtype)
+    model = build_with_generator(model_class, config, generator, attention).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             is_gain = parameter.dim() == 1 and bool((parameter == 1).all())
@@ -92,20 +131,22 @@ def run_plan(plan: Plan, subject: Subject, prepare: Callable[[nn.Module], None] 
         PlanError: the sharded model cannot be run, or ranks or shapes differ.
     """
 
-    def rank_body(comm: SimulatedComm) -> list[torch.Tensor]:
-        model = copy.deepcopy(subject.model)
-        shard(model, plan, comm.rank, comm)
-        if prepare is not None:
-            prepare(model)
-        return _run(model, subject.batches)[0]
+    def rank_body(comm: SimulatedComm) -> float:
+        worst = 0.0
+        for run in subject.runs:
+            model = copy.deepcopy(run.model)
+            shard(model, plan, comm.rank, comm)
+            if prepare is not None:
+                prepare(model)
+            worst = max(worst, compare(_run(model, run.batches)[0], run.expected))
+        return worst
 
     try:
-        outputs = run_ranks(plan.tp, rank_body, _TIMEOUT_S)
+        return max(run_ranks(plan.tp, rank_body, _TIMEOUT_S))
     except PlanError:
         raise
     except Exception as error:  # whatever the model's own code raises on a wrong split
         raise PlanError(f"the sharded model fails: {type(error).__name__}: {error}") from error
-    return max(compare(got, subject.expected) for got in outputs)
 
 
 def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -125,13 +166,14 @@ def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> fl
 
 @torch.no_grad()
 def _run(model: nn.Module, batches: Sequence[Batch]) -> tuple[list[torch.Tensor], bool]:
-    """All outputs of prefill and, where there is a cache, two decode steps, for every batch."""
+    """All outputs of prefill and, where there is a cache, of a decode step, for every batch."""
     outputs: list[torch.Tensor] = []
     has_decode = False
-    for batch in batches:
-        prefill = prefill_pass(model, batch)
-        outputs += prefill.outputs
-        if prefill.cache is not None:
-            has_decode = True
-            outputs += decode_pass(model, batch, prefill).outputs
+    with own_random():
+        for batch in batches:
+            prefill = prefill_pass(model, batch)
+            outputs += prefill.outputs
+            if prefill.cache is not None:
+                has_decode = True
+                outputs += decode_pass(model, batch, prefill).outputs
     return outputs, has_decode

@@ -54,6 +54,12 @@ def test_a_damaged_file_is_passed_over_and_said_so(
     assert load_plan(tmp_path, key) == plan
 
 
+def test_a_stored_plan_without_a_proof_is_not_believed(tmp_path: Path) -> None:
+    key = plan_key(*llama(), 2)
+    store_plan(tmp_path, key, Plan(2, "LlamaForCausalLM"))
+    assert plan_and_prove(*llama(), 2, tmp_path).evidence["proved"] is True
+
+
 def test_the_key_depends_on_what_matters_and_on_nothing_else() -> None:
     model_class, config = llama()
     key = plan_key(model_class, config, 2)

@@ -1,0 +1,52 @@
+"""Randomness of one's own: model code that draws numbers draws them from a private generator.
+
+A torch function mode does it, which belongs to the thread; the default generator is left alone, and the
+same code draws the same numbers each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["OwnRandom", "fills_randomly", "own_random"]
+
+_RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_",
+                    "geometric_"}  # fmt: skip
+_RANDOM_CREATORS = {torch.randn, torch.rand, torch.randint, torch.randperm, torch.normal, torch.bernoulli,
+                    torch.multinomial}  # fmt: skip
+
+
+class OwnRandom(TorchFunctionMode):
+    """Every random operation draws from ``generator``: the thread's default one is left alone."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        is_random = func in _RANDOM_CREATORS or fills_randomly(func, kwargs)
+        if is_random and kwargs.get("generator") is None and _is_on_cpu(args, kwargs):
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
+
+
+def fills_randomly(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function overwrites a tensor with random values (``torch.nn.init``'s take a generator)."""
+    in_init = getattr(func, "__module__", "") == "torch.nn.init"
+    return "generator" in kwargs if in_init else getattr(func, "__name__", "") in _RANDOM_IN_PLACE
+
+
+def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return all(t.device.type == "cpu" for t in tensors) and str(kwargs.get("device") or "cpu") == "cpu"
+
+
+def own_random(seed: int = 1) -> OwnRandom:
+    """A mode with a fresh generator."""
+    return OwnRandom(torch.Generator().manual_seed(seed))

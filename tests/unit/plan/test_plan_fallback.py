@@ -1,0 +1,55 @@
+"""What is in no region: gathered, summed or left whole, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import transformers as T
+from torch import nn
+
+from shoal.plan.derive import derive
+from shoal.plan.fallback import fallback_split
+from support.planner import gpt2, llama, opt
+
+
+def test_what_holds_next_to_nothing_stays_whole_without_a_collective() -> None:
+    """A position table of 8 rows in a model of a few hundred thousand parameters."""
+    model_class, config = gpt2()
+    config.n_positions = 16
+    split = derive(model_class, config, 2).params["transformer.wpe.weight"]
+    assert split.op == "replicate"
+    assert "small" in split.reason
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_cut_alike_so_that_they_can_be_one_tensor(tied: bool) -> None:
+    plan = derive(*llama(tie_word_embeddings=tied), 3)
+    embedding, head = plan.params["model.embed_tokens.weight"], plan.params["lm_head.weight"]
+    assert (embedding.op, head.op) == ("vocab", "gather")
+    assert (embedding.dim, embedding.ranges) == (head.dim, head.ranges)
+    assert embedding.sizes == (33, 34, 34)
+
+
+def test_projections_tied_to_the_embedding_are_not_split_with_it() -> None:
+    """OPT with a narrow embedding: its projection feeds the tied head, which must stay like the table."""
+    model_class, config = opt()
+    config.word_embed_proj_dim = 32
+    plan = derive(model_class, config, 2)
+    assert plan.params["lm_head.weight"].op == "gather"
+    assert plan.params["model.decoder.embed_tokens.weight"].op == "vocab"
+
+
+def test_fewer_features_than_ranks_are_not_split() -> None:
+    assert fallback_split(nn.Linear(5, 3), 4, "").op == "replicate"
+    assert fallback_split(nn.Embedding(3, 5), 4, "").op == "replicate"
+
+
+def test_raw_expert_weights_are_whole_and_the_plan_says_so() -> None:
+    config = T.MixtralConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    plan = derive(T.MixtralForCausalLM, config, 2)
+    experts = [split for name, split in plan.params.items() if "experts" in name]
+    assert experts
+    assert all(split.op == "replicate" and split.reason for split in experts)
+    assert plan.params["model.layers.*.self_attn.o_proj.weight"].op == "row"
