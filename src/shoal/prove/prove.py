@@ -133,7 +133,7 @@ class _Guilty:
 
 
 def _guilty(plan: Plan, clone: Clone | None, error: PlanError) -> _Guilty:
-    """Which regions fail on their own; if there are none, which gathered patterns do.
+    """Which regions fail on their own; if none do, which of the other patterns; if none, all regions.
 
     Every plan has something guilty, or nothing split: the search for a provable plan ends.
     """
@@ -143,12 +143,15 @@ def _guilty(plan: Plan, clone: Clone | None, error: PlanError) -> _Guilty:
         return _Guilty(hit or consumers)
     if clone is None:
         return _Guilty(consumers)
-    if consumers:
-        failing = frozenset(name for name in consumers if not _holds(keep_regions(plan, [name]), clone))
-        return _Guilty(failing or consumers)
-    patterns = frozenset(name for name, split in plan.params.items() if split.is_split)
-    failing = frozenset(name for name in patterns if not _holds(_keep_patterns(plan, name), clone))
-    return _Guilty(patterns=failing or patterns)
+    regions = frozenset(name for name in consumers if not _holds(keep_regions(plan, [name]), clone))
+    if regions:
+        return _Guilty(regions)
+    owned = {name for region in plan.regions for name in (region.consumer, *region.producers)}
+    others = frozenset(name for name, split in plan.params.items() if split.is_split and name not in owned)
+    patterns = frozenset(name for name in others if not _holds(_keep_patterns(plan, name), clone))
+    if patterns:
+        return _Guilty(patterns=patterns)
+    return _Guilty(consumers) if consumers else _Guilty(patterns=others)
 
 
 def _holds(plan: Plan, clone: Clone) -> bool:
@@ -175,16 +178,21 @@ def keep_regions(plan: Plan, consumers: Iterable[str]) -> Plan:
 
 
 def _keep_patterns(plan: Plan, pattern: str) -> Plan:
+    """``plan`` with only one pattern outside the regions split, and what is tied to it."""
     params = {
         name: split if name == pattern or _same_cut(split, plan.params[pattern]) else _WHOLE
         for name, split in plan.params.items()
     }
-    return replace(plan, params=params)
+    return replace(plan, params=params, regions=(), patches=(), args=())
 
 
 def _same_cut(split: Split, other: Split) -> bool:
     """Tied weights are cut alike, and only together."""
-    return split.is_split and (split.dim, split.size, split.ranges) == (other.dim, other.size, other.ranges)
+    return split.op in ("gather", "vocab") and (split.dim, split.size, split.ranges) == (
+        other.dim,
+        other.size,
+        other.ranges,
+    )
 
 
 def _is_near(module: str, homes: Iterable[str]) -> bool:
