@@ -34,6 +34,9 @@ class ThreadExecutor:
     def execute(self, step: Step) -> StepResult:
         return self._on_all(lambda worker, _: worker.execute(step))[0]
 
+    def check(self) -> None:
+        """Threads do not die."""
+
     def shutdown(self) -> None:
         for worker in self._workers:
             worker.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -38,17 +39,22 @@ class TorchComm:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-        largest = max(sizes)
+        if len(sizes) != self.size or tensor.shape[dim] != sizes[self.rank]:
+            raise RankError(
+                f"all_gather: rank {self.rank} brings {tensor.shape[dim]} along dimension {dim}, "
+                f"promised were {list(sizes)}",
+                self.rank,
+            )
         moved = tensor.movedim(dim, 0)
-        mine = moved.new_zeros(largest, *moved.shape[1:])
+        mine = moved.new_zeros(max(sizes), *moved.shape[1:])
         mine[: moved.shape[0]] = moved
         pieces = [torch.empty_like(mine) for _ in sizes]
         try:
             dist.all_gather(pieces, mine, group=self._group)
         except RuntimeError as error:
             raise RankError(f"all_gather: {error}") from error
-        whole = torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
-        return whole.movedim(0, dim)
+        shards = [piece[:size].movedim(0, dim) for piece, size in zip(pieces, sizes, strict=True)]
+        return torch.cat(shards, dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         tensor = tensor.contiguous()
@@ -63,6 +69,10 @@ class TorchComm:
             dist.barrier(group=self._group)
         except RuntimeError as error:
             raise RankError(f"barrier: {error}") from error
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long collectives wait for their peers from now on."""
+        self._group.set_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         if self._owns_world:
@@ -80,8 +90,13 @@ def open_store() -> tuple[TCPStore, str]:
     Returns:
         the store, which lives as long as it is referenced, and its ``host:port``.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, f"127.0.0.1:{store.port}"
+    # Left to itself the store listens on every interface, and it knows no password.
+    server = socket.create_server(("127.0.0.1", 0))
+    port: int = server.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+    )
+    return store, f"127.0.0.1:{port}"
 
 
 def connect(rank: int, size: int, rendezvous: str, device: torch.device, timeout_s: float) -> TorchComm:

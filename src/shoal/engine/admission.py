@@ -30,18 +30,22 @@ class Admission:
     model_defaults: Mapping[str, Any]
     seed: int
     replica_index: int
-    num_admitted: int = 0
+    num_admitted: int = 0  # counted by whoever admits: a refused request leaves no trace in later seeds
 
     def spec(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> RequestSpec:
         """The request as the scheduler takes it.
 
         Raises:
-            RequestError: token ids beyond the vocabulary.
+            RequestError: not SamplingParams at all, or token ids beyond the vocabulary.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params: must be SamplingParams, got {type(params).__name__}",
+                field="sampling_params",
+            )
         params = params.with_defaults(self.model_defaults)
         self._check_ids(params)
         seed = params.seed if params.seed is not None else self._draw_seed()
-        self.num_admitted += 1
         stop_ids = frozenset(params.stop_token_ids or ())
         barred = stop_ids if params.ignore_eos else stop_ids | self.eos_ids
         assert params.temperature is not None and params.top_p is not None and params.top_k is not None

@@ -65,6 +65,11 @@ class Assembly:
         )
         return delta, ended_by
 
+    def fail(self, branch: int, error: str) -> CompletionDelta:
+        """End a branch whose text cannot be made."""
+        self._open.discard(branch)
+        return CompletionDelta(index=branch, finish_reason="error", error=error)
+
     def _shown(self, update: BranchUpdate) -> list[int]:
         """The ids whose text is shown: not a token that ended the branch, unless that was asked for."""
         if update.finish_reason == "stop" and not self._shows_stop:

@@ -5,12 +5,13 @@ Runs on one thread, the one that calls it. Knows no asyncio and no HTTP.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.engine.admission import Admission
 from shoal.engine.assemble import Assembly
-from shoal.engine.outputs import RequestDelta
+from shoal.engine.outputs import CompletionDelta, RequestDelta
 from shoal.engine.protocol import EngineInfo, EngineStats
 from shoal.engine.text import Tokenizer
 from shoal.sampling_params import SamplingParams
@@ -19,6 +20,8 @@ from shoal.sched.scheduler import Scheduler
 from shoal.worker.executor import Executor
 
 __all__ = ["EngineCore"]
+
+_log = logging.getLogger("shoal.engine")
 
 
 @dataclass(slots=True)
@@ -56,7 +59,12 @@ class EngineCore:
             QueueFullError: too many wait. Nothing has changed.
         """
         branches = self._scheduler.add(self._admission.spec(request_id, prompt_ids, params))
-        self._assemblies[request_id] = Assembly(request_id, branches, self.tokenizer, params)
+        try:
+            self._assemblies[request_id] = Assembly(request_id, branches, self.tokenizer, params)
+        except BaseException:
+            self._scheduler.abort(request_id)
+            raise
+        self._admission.num_admitted += 1
         self._counters.prompt_tokens += len(prompt_ids)
 
     def abort(self, request_id: str) -> None:
@@ -73,7 +81,8 @@ class EngineCore:
         """Compute one step; what it brought, at most one delta a request.
 
         Raises:
-            RankError: the ranks are gone. The requests are still known.
+            RankError: the ranks are gone. The requests are still known, but after this, or any other
+                error, there is no further step.
         """
         step = self._scheduler.schedule()
         if step is None:
@@ -82,6 +91,14 @@ class EngineCore:
         updates = self._scheduler.update(step, result)
         self._counters.steps += 1
         return self._deltas(updates)
+
+    def check(self) -> None:
+        """For idle moments.
+
+        Raises:
+            RankError: a rank has died since the last step.
+        """
+        self.executor.check()
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -113,7 +130,7 @@ class EngineCore:
         assembly = self._assemblies[request_id]
         outputs = []
         for update in updates:
-            output, stop = assembly.push(update)
+            output, stop = self._push(assembly, update)
             self._counters.generation_tokens += len(output.token_ids)
             if stop is not None:
                 self._scheduler.finish(update.request.sequence_id, "stop", stop)
@@ -123,6 +140,14 @@ class EngineCore:
         if assembly.is_finished:
             del self._assemblies[request_id]
         return assembly.delta(outputs)
+
+    def _push(self, assembly: Assembly, update: BranchUpdate) -> tuple[CompletionDelta, str | None]:
+        try:
+            return assembly.push(update)
+        except Exception as error:  # a tokenizer's own code failed on one text: that is no one else's matter
+            _log.exception("the text of request %s cannot be made", update.request.request_id)
+            self._scheduler.finish(update.request.sequence_id, "error")
+            return assembly.fail(update.request.branch, f"{type(error).__name__}: {error}"), None
 
     def _count_end(self, reason: str) -> None:
         self._counters.finished[reason] = self._counters.finished.get(reason, 0) + 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -60,6 +61,8 @@ class AsyncLLM:
         self._tokenizer = core.tokenizer
         self._loop = EngineLoop(core)
         self._draining = False
+        # A front that is dropped, or alive when the program ends, takes its thread and its ranks along.
+        weakref.finalize(self, self._loop.stop)
 
     @property
     def info(self) -> EngineInfo:
@@ -114,9 +117,8 @@ class AsyncLLM:
     async def shutdown(self, timeout_s: float | None = None) -> None:
         """Refuse new requests, let running ones finish for ``timeout_s`` seconds (None: not at all), stop."""
         self._draining = True
-        deadline = asyncio.get_running_loop().time() + (timeout_s or 0)
-        while self._loop.num_open and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
+        if timeout_s:
+            await asyncio.to_thread(self._loop.drain, timeout_s)
         await asyncio.to_thread(self._loop.stop)
 
     async def _stream(
@@ -143,4 +145,4 @@ class AsyncLLM:
                     yield item
         finally:
             if not finished:
-                self._loop.abort(request_id)
+                self._loop.abort(request_id, sink)

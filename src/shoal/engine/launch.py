@@ -59,6 +59,7 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
         path, config.trust_remote_code, vocab_size=hf_config.get_text_config().vocab_size
     )
     length = _model_len(config, hf_config)
+    admission = _admission(config, path, hf_config, tokenizer)
     with reporting("planning and proving the split", show_progress and config.tensor_parallel_size > 1):
         plan = plan_and_prove(model_class, hf_config, config.tensor_parallel_size, home() / "plans")
     executor = _executor(config, path, plan)
@@ -68,19 +69,22 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
         blocks = _num_blocks(config, reports, length)
         length = _fitting_len(config, length, blocks)
         ready = executor.allocate(AllocateKV(num_blocks=blocks, block_size=config.block_size))
+        info = _info(config, model_class, device, plan, reports, ready, length, blocks, started)
+        _announce(info, reports)
+        return EngineCore(executor, _scheduler(config, blocks, length), tokenizer, admission, info)
     except BaseException:
         executor.shutdown()
         raise
-    scheduler = Scheduler(
+
+
+def _scheduler(config: EngineConfig, blocks: int, length: int) -> Scheduler:
+    return Scheduler(
         CacheManager(blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=length,
         max_num_queued_requests=config.max_num_queued_requests,
     )
-    info = _info(config, model_class, device, plan, reports, ready, length, blocks, started)
-    _announce(info, reports)
-    return EngineCore(executor, scheduler, tokenizer, _admission(config, path, hf_config, tokenizer), info)
 
 
 def _model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
@@ -126,16 +130,21 @@ def _num_blocks(config: EngineConfig, reports: Sequence[RankReport], length: int
     """KV blocks that every rank can keep; no more than ``max_num_seqs`` full sequences need."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    fitting = min(r.kv_budget_bytes // (r.kv_bytes_per_token * config.block_size) for r in reports)
+    enough = config.max_num_seqs * -(-length // config.block_size)
+    # A rank without a KV head of its own keeps nothing, and bounds nothing.
+    keeping = [r for r in reports if r.kv_bytes_per_token]
+    if not keeping:
+        return enough
+    fitting = min(r.kv_budget_bytes // (r.kv_bytes_per_token * config.block_size) for r in keeping)
     if fitting < 1:
-        poorest = min(reports, key=lambda r: r.kv_budget_bytes)
+        poorest = min(keeping, key=lambda r: r.kv_budget_bytes // r.kv_bytes_per_token)
         raise ConfigError(
             f"kv_cache_memory_bytes: rank {poorest.rank} has {poorest.kv_budget_bytes} bytes for KV pages, a "
             f"block takes {poorest.kv_bytes_per_token * config.block_size}; raise gpu_memory_utilization or "
             "kv_cache_memory_bytes, or use more ranks",
             field="kv_cache_memory_bytes",
         )
-    return min(fitting, config.max_num_seqs * -(-length // config.block_size))
+    return min(fitting, enough)
 
 
 def _fitting_len(config: EngineConfig, length: int, blocks: int) -> int:

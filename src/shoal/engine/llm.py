@@ -12,10 +12,10 @@ from typing import Any
 from shoal.config import EngineConfig, make_config
 from shoal.engine.core import EngineCore
 from shoal.engine.launch import launch
-from shoal.engine.outputs import RequestOutput
+from shoal.engine.outputs import RequestDelta, RequestOutput
 from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
 from shoal.engine.results import Collector
-from shoal.errors import EngineDeadError, RankError, RequestError
+from shoal.errors import EngineDeadError, EngineError, RequestError
 from shoal.sampling_params import SamplingParams
 from shoal.worker.torchrun import serve_rank, torchrun_place
 
@@ -48,7 +48,10 @@ class LLM:
         **options: Any,
     ) -> None:
         config = config or make_config(model=model, **options)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held while requests run; on_finish is called with it held
+        self._is_running = False
+        self._is_stopping = False
+        self._why_dead = "the engine was shut down"
         self._next_id = 0
         self._core: EngineCore | None = None
         place = torchrun_place()
@@ -59,7 +62,7 @@ class LLM:
         else:
             self._core = launch(config, show_progress)
             # Ranks must not outlive a script that forgets to shut down.
-            weakref.finalize(self, self._core.shutdown)
+            self._stop_ranks = weakref.finalize(self, self._core.shutdown)
 
     @property
     def info(self) -> EngineInfo:
@@ -89,7 +92,8 @@ class LLM:
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; none is.
-            EngineDeadError: the ranks are gone.
+            QueueFullError: more prompts than ``max_num_queued_requests`` lets wait; none is served.
+            EngineDeadError: the ranks are gone. A Ctrl-C in the middle of a step costs them, too.
         """
         if self._serve_instead():
             return []
@@ -98,7 +102,13 @@ class LLM:
         core = self._running()
         resolved = [core.tokenizer.resolve_prompt(prompt) for prompt in many]
         with self._lock:
-            return self._run(core, resolved, params, on_finish)
+            if self._is_running:
+                raise EngineError("generate was called from an on_finish of its own; call it afterwards")
+            self._is_running = True
+            try:
+                return self._run(self._running(), resolved, params, on_finish)
+            finally:
+                self._is_running = False
 
     def chat(
         self,
@@ -118,10 +128,16 @@ class LLM:
         return self.generate(prompts, sampling_params, on_finish)
 
     def shutdown(self) -> None:
-        """Stop the ranks. Safe to call twice."""
-        if not self._serve_instead() and self._core is not None:
-            self._core.shutdown()
-            self._core = None
+        """Stop the ranks. Safe to call twice, and from any thread: a running ``generate`` ends with
+        EngineDeadError after the step it is in.
+        """
+        if self._serve_instead():
+            return
+        self._is_stopping = True
+        with self._lock:
+            if self._core is not None:
+                self._core = None
+                self._stop_ranks()
 
     def __enter__(self) -> LLM:
         return self
@@ -150,19 +166,32 @@ class LLM:
                 core.submit(request_id, ids, one)
                 collectors[request_id] = Collector(request_id, text, ids, one)
             while core.has_work:
-                for delta in core.step():
+                for delta in self._step(core):
                     collectors[delta.request_id].push(delta)
                     done += delta.finished
                     if delta.finished and on_finish is not None:
                         on_finish(done)
-        except RankError as error:
-            self.shutdown()
-            raise EngineDeadError(f"the engine has failed: {error}") from error
         except BaseException:
             for request_id in collectors:
                 core.abort(request_id)
             raise
         return [collector.final() for collector in collectors.values()]
+
+    def _step(self, core: EngineCore) -> list[RequestDelta]:
+        if self._is_stopping:
+            raise EngineDeadError(self._why_dead)
+        try:
+            return core.step()
+        except Exception as error:  # whatever it is, the step has no answer, so no other can follow
+            self._give_up(f"the engine has failed: {error}")
+            raise EngineDeadError(self._why_dead) from error
+        except BaseException:
+            self._give_up("the engine was interrupted in the middle of a step; make a new one")
+            raise
+
+    def _give_up(self, why: str) -> None:
+        self._why_dead = why
+        self.shutdown()
 
     def _serve_instead(self) -> bool:
         """On a rank that does not drive: serve until rank 0 is done."""
@@ -175,7 +204,7 @@ class LLM:
 
     def _running(self) -> EngineCore:
         if self._core is None:
-            raise EngineDeadError("the engine was shut down")
+            raise EngineDeadError(self._why_dead)
         return self._core
 
 

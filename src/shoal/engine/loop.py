@@ -8,31 +8,51 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shoal.engine.core import EngineCore
 from shoal.engine.outputs import RequestDelta
 from shoal.engine.protocol import EngineStats
-from shoal.errors import EngineDeadError, ShoalError
+from shoal.errors import EngineDeadError, EngineError, ShoalError
 from shoal.sampling_params import SamplingParams
 
 __all__ = ["EngineLoop", "Sink"]
 
 _log = logging.getLogger("shoal.engine")
+_WATCH_S = 0.5  # how often an idle engine looks whether its ranks live
 
 Sink = Callable[[RequestDelta | ShoalError | None], None]
 """Called on the engine's thread: None when the request is taken in, then its deltas; or an error, last."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+    sink: Sink  # whose request it is: another one of the same name must not suffer
+
+
 class EngineLoop:
-    """Runs a core on a thread of its own. Its public methods may be called from any thread."""
+    """Runs a core on a thread of its own. Its public methods may be called from any thread.
+
+    A sink that raises loses its request, and nobody else's.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._sinks: dict[str, Sink] = {}
+        self._wake = threading.Condition()  # guards what is below, up to the sinks
+        self._commands: deque[_Submission | _Abort] = deque()
+        self._num_open = 0
         self._stopping = False
-        self._cause: Exception | None = None
+        self._cause: BaseException | None = None
+        self._sinks: dict[str, Sink] = {}  # the engine thread's own
         self._stats = core.stats()
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._thread.start()
@@ -45,50 +65,49 @@ class EngineLoop:
     @property
     def num_open(self) -> int:
         """Requests not answered to the end yet."""
-        return len(self._sinks)
+        return self._num_open
 
     def stats(self) -> EngineStats:
         """As of the last step."""
         return self._stats
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink) -> None:
-        """Have a request served; everything about it, refusals too, goes to ``sink``."""
+        """Have a request served; everything about it, refusals too, goes to ``sink``.
 
-        def take() -> None:
-            try:
-                self._core.submit(request_id, prompt_ids, params)
-            except ShoalError as error:
-                sink(error)
-                return
-            self._sinks[request_id] = sink
-            sink(None)
-
-        if not self._post(take):
+        Once the engine has ended, the sink is called here and now, on the caller's thread.
+        """
+        with self._wake:
+            is_taken = self._post(_Submission(request_id, prompt_ids, params, sink))
+            self._num_open += is_taken
+        if not is_taken:
             sink(self._death())
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request; its sink is not called again."""
+    def abort(self, request_id: str, sink: Sink) -> None:
+        """Forget the request that was submitted with ``sink``; soon after, the sink is not called again."""
+        with self._wake:
+            self._post(_Abort(request_id, sink))
 
-        def drop() -> None:
-            self._sinks.pop(request_id, None)
-            self._core.abort(request_id)
-
-        self._post(drop)
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no request is open; False if ``timeout_s`` seconds were too few."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._num_open, timeout_s)
 
     def stop(self) -> None:
         """Stop stepping, answer everyone who still waits, stop the ranks. Returns when done."""
         with self._wake:
             self._stopping = True
-            self._wake.notify()
-        self._thread.join()
+            self._wake.notify_all()
+        if threading.current_thread() is not self._thread:  # a collected engine's finalizer may run there
+            self._thread.join()
 
-    def _post(self, command: Callable[[], None]) -> bool:
-        with self._wake:
-            if self._stopping or not self.is_alive:
-                return False
-            self._commands.append(command)
-            self._wake.notify()
-            return True
+    def _post(self, command: _Submission | _Abort) -> bool:
+        if self._stopping or not self.is_alive:
+            return False
+        self._commands.append(command)
+        self._wake.notify_all()
+        return True
+
+    # On the engine's thread
 
     def _run(self) -> None:
         try:
@@ -96,7 +115,7 @@ class EngineLoop:
                 for delta in self._core.step():
                     self._deliver(delta)
                 self._stats = self._core.stats()
-        except Exception as error:  # the thread's boundary: whatever it is, every waiter is answered
+        except BaseException as error:  # the thread's boundary: whatever it is, every waiter is answered
             _log.exception("the engine failed")
             self._cause = error
         finally:
@@ -107,35 +126,82 @@ class EngineLoop:
         while True:
             with self._wake:
                 while not (self._commands or self._stopping or self._core.has_work):
-                    self._wake.wait()
-                commands, self._commands = self._commands, deque()
+                    if not self._wake.wait(_WATCH_S):
+                        self._core.check()
                 if self._stopping:
                     return False
-            for command in commands:
-                command()
-            self._stats = self._core.stats()
-            if self._core.has_work:
+                command = self._commands.popleft() if self._commands else None
+            if command is None:
                 return True
+            self._take(command)
+            self._stats = self._core.stats()
+
+    def _take(self, command: _Submission | _Abort) -> None:
+        if isinstance(command, _Submission):
+            self._admit(command)
+        elif self._sinks.get(command.request_id) is command.sink:
+            self._forget(command.request_id)
+            self._core.abort(command.request_id)
+
+    def _admit(self, new: _Submission) -> None:
+        try:
+            self._core.submit(new.request_id, new.prompt_ids, new.params)
+        except Exception as error:  # nothing has changed, so whatever it is, it is this request's alone
+            self._count_answered()
+            self._tell(new.sink, error if isinstance(error, ShoalError) else _unexpected(error))
+            return
+        self._sinks[new.request_id] = new.sink
+        if not self._tell(new.sink, None):
+            self._forget(new.request_id)
+            self._core.abort(new.request_id)
 
     def _deliver(self, delta: RequestDelta) -> None:
         sink = self._sinks.get(delta.request_id)
-        if delta.finished:
-            self._sinks.pop(delta.request_id, None)
-        if sink is not None:
-            sink(delta)
+        if sink is None:
+            return
+        is_told = self._tell(sink, delta)
+        if delta.finished or not is_told:
+            self._forget(delta.request_id)
+        if not delta.finished and not is_told:
+            self._core.abort(delta.request_id)
+
+    def _tell(self, sink: Sink, item: RequestDelta | ShoalError | None) -> bool:
+        """Call a sink; whether it took it."""
+        try:
+            sink(item)
+        except Exception:  # a caller's code (or its closed event loop) must not end everybody's engine
+            _log.warning("a request's receiver failed; the request is dropped", exc_info=True)
+            return False
+        return True
+
+    def _forget(self, request_id: str) -> None:
+        del self._sinks[request_id]
+        self._count_answered()
+
+    def _count_answered(self) -> None:
+        with self._wake:
+            self._num_open -= 1
+            self._wake.notify_all()
 
     def _end(self) -> None:
         with self._wake:
             self._stopping = True
-            commands, self._commands = self._commands, deque()
-        for command in commands:  # submissions that came too late: their sinks are answered below
-            command()
-        for sink in list(self._sinks.values()):
-            sink(self._death())
+            late = [command.sink for command in self._commands if isinstance(command, _Submission)]
+            self._commands.clear()
+        for sink in (*self._sinks.values(), *late):
+            self._tell(sink, self._death())
         self._sinks.clear()
+        with self._wake:
+            self._num_open = 0
+            self._wake.notify_all()
         self._core.shutdown()
 
     def _death(self) -> EngineDeadError:
         if self._cause is None:
             return EngineDeadError("the engine was shut down")
         return EngineDeadError(f"the engine has failed: {self._cause}")
+
+
+def _unexpected(error: Exception) -> EngineError:
+    _log.error("a request could not be taken in", exc_info=error)
+    return EngineError(f"the request could not be taken in: {type(error).__name__}: {error}")

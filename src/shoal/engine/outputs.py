@@ -27,6 +27,7 @@ class CompletionOutput:
     logprobs: list[dict[int, TokenLogprob]] | None = None  # per token; the chosen token comes first
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop string or stop token id; None for end of sequence
+    error: str | None = None  # set with finish_reason "error"
 
 
 @dataclass(slots=True)

@@ -54,3 +54,4 @@ class Collector:
             branch.cumulative_logprob = (branch.cumulative_logprob or 0.0) + gained
         if new.finish_reason is not None:
             branch.finish_reason, branch.stop_reason = new.finish_reason, new.stop_reason
+            branch.error = new.error

@@ -41,7 +41,11 @@ class Pass:
 
 
 def batch_of(vocabulary: int, batch: int, tokens: int, padding: int = 0, seed: int = 1) -> Batch:
-    """Random ids; the first row's first ``padding`` tokens are masked out."""
+    """Random ids; the first row's last ``padding`` tokens are masked out.
+
+    The last, not the first: a causal row that may look at nothing at all is NaN in float64, where eager
+    attention's "minus infinity" does not survive the softmax's cast to float32.
+    """
     generator = torch.Generator().manual_seed(seed)
     low = min(5, vocabulary - 1)  # small ids tend to mean padding, begin and end
 
@@ -49,7 +53,7 @@ def batch_of(vocabulary: int, batch: int, tokens: int, padding: int = 0, seed: i
         return torch.randint(low, min(vocabulary, 1000), (batch, count), generator=generator)
 
     mask = torch.ones(batch, tokens, dtype=torch.long)
-    mask[0, :padding] = 0
+    mask[0, tokens - padding :] = 0
     return Batch(draw(tokens), mask, draw(1), draw(max(2, tokens - 2)))
 
 

@@ -16,15 +16,16 @@ import threading
 from shoal.worker.channel import Channel
 from shoal.worker.serve import serve
 
-_POLL_S = 1.0
+_POLL_MS = 1000
 
 
 def _die_with_parent(life_fd: int, parent: int) -> None:
-    while True:
-        readable, _, _ = select.select([life_fd], [], [], _POLL_S)
-        # The second test is for a write end that leaked into some other child of the parent's.
-        if readable or os.getppid() != parent:
-            os._exit(1)
+    life = select.poll()  # select() refuses descriptors above 1023, and a busy parent hands such ones down
+    life.register(life_fd, select.POLLIN)
+    # The second test is for a write end that leaked into some other child of the parent's.
+    while not life.poll(_POLL_MS) and os.getppid() == parent:
+        pass
+    os._exit(1)
 
 
 def main() -> None:

@@ -22,17 +22,18 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, timeout_s: float | None = None) -> None:
         """Send one message.
 
         Raises:
+            TimeoutError: the other end did not take it in within ``timeout_s``.
             OSError: the other end is gone.
         """
-        self.send_bytes(encode(message))
+        self.send_bytes(encode(message), timeout_s)
 
-    def send_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes, timeout_s: float | None = None) -> None:
         """Send a message that is encoded already (one encoding serves many ranks)."""
-        self._socket.settimeout(None)
+        self._socket.settimeout(timeout_s)
         self._socket.sendall(_HEADER.pack(len(data)) + data)
 
     def receive(self, timeout_s: float | None = None) -> Message:

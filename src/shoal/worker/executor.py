@@ -5,25 +5,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from shoal.checkpoint.progress import Report
 from shoal.comm.torch_dist import open_store, use_loopback
-from shoal.errors import EngineError, RankError, UsageError
+from shoal.errors import EngineError, RankError, ShoalError
 from shoal.messages import (
     AllocateKV,
-    Failure,
-    LoadProgress,
     Message,
     RankReady,
     RankReport,
@@ -35,22 +31,19 @@ from shoal.messages import (
 )
 from shoal.worker.channel import Channel
 from shoal.worker.rank import RankWorker
+from shoal.worker.replies import Answer, gather_replies
 
 __all__ = [
-    "Answer",
     "Executor",
     "InlineExecutor",
     "Load",
     "ProcessExecutor",
     "RankProcess",
-    "gather_replies",
+    "inline_errors",
     "make_starts",
 ]
 
-_log = logging.getLogger("shoal.worker")
 _SHUTDOWN_S = 10.0
-
-Answer = TypeVar("Answer", RankReport, RankReady, StepResult)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +82,14 @@ class Executor(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Between steps: whether the ranks are still there, as far as that can be seen without asking.
+
+        Raises:
+            RankError: one is not.
+        """
+        ...
+
     def shutdown(self) -> None:
         """Stop the ranks and release everything. Safe to call twice."""
         ...
@@ -109,6 +110,21 @@ def make_starts(load: Load, rendezvous: str) -> list[Start]:
     ]
 
 
+@contextlib.contextmanager
+def inline_errors(rank: int, what: str) -> Iterator[None]:
+    """For a rank in this process: what its model's code raises is a rank's failure, as from a process.
+
+    Raises:
+        RankError: anything but an error of ours was raised inside.
+    """
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:  # the edge of a rank: model code, torch and numpy raise whatever they like
+        raise RankError(f"rank {rank}: {what}: {type(error).__name__}: {error}", rank) from error
+
+
 class InlineExecutor:
     """The only rank, in this process."""
 
@@ -118,16 +134,19 @@ class InlineExecutor:
 
     def load(self, report: Report) -> list[RankReport]:
         self._worker = RankWorker()
-        return [self._worker.start(make_starts(self._load, "")[0], report)]
+        with inline_errors(0, "loading"):
+            return [self._worker.start(make_starts(self._load, "")[0], report)]
 
     def allocate(self, message: AllocateKV) -> list[RankReady]:
-        return [self._running().allocate(message)]
+        with inline_errors(0, f"making {message.num_blocks} KV blocks"):
+            return [self._running().allocate(message)]
 
     def execute(self, step: Step) -> StepResult:
-        try:
+        with inline_errors(0, f"step {step.step_id}"):
             return self._running().execute(step)
-        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            raise RankError(f"step {step.step_id} failed: {error}", rank=0) from error
+
+    def check(self) -> None:
+        """This process is the rank."""
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -151,24 +170,15 @@ class RankProcess:
         self.rank = rank
         ours, theirs = socket.socketpair()
         life_read, self._life_write = os.pipe()
-        environment = dict(os.environ)
-        use_loopback(environment)
-        # Found from wherever the caller's program runs, installed or not.
-        package_root = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(
-            p for p in (package_root, environment.get("PYTHONPATH")) if p
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.worker", str(theirs.fileno()), str(life_read)],
-            env=environment,
-            pass_fds=(theirs.fileno(), life_read),
-            stdin=subprocess.DEVNULL,
-            stdout=_stderr_or_null(),
-            start_new_session=True,  # Ctrl-C in a terminal is the engine's to handle
-        )
-        theirs.close()
-        os.close(life_read)
         self.channel = Channel(ours)
+        try:
+            self.process = _spawn(theirs.fileno(), life_read)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            theirs.close()
+            os.close(life_read)
 
     def stop(self, deadline: float) -> None:
         """Wait for the process until ``deadline`` (monotonic), then kill it."""
@@ -177,10 +187,29 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._close()
+
+    def _close(self) -> None:
         self.channel.close()
         if self._life_write >= 0:
             os.close(self._life_write)
             self._life_write = -1
+
+
+def _spawn(channel_fd: int, life_fd: int) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    use_loopback(environment)
+    # Found from wherever the caller's program runs, installed or not.
+    package_root = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (package_root, environment.get("PYTHONPATH")) if p)
+    return subprocess.Popen(
+        [sys.executable, "-m", "shoal.worker", str(channel_fd), str(life_fd)],
+        env=environment,
+        pass_fds=(channel_fd, life_fd),
+        stdin=subprocess.DEVNULL,
+        stdout=_stderr_or_null(),
+        start_new_session=True,  # Ctrl-C in a terminal is the engine's to handle
+    )
 
 
 def _stderr_or_null() -> int:
@@ -199,13 +228,17 @@ class ProcessExecutor:
         self._load = load
         self._ranks: list[RankProcess] = []
         self._store: Any = None
+        self._owner = os.getpid()
 
     def load(self, report: Report) -> list[RankReport]:
-        self._store, rendezvous = open_store()
-        self._ranks = [RankProcess(rank) for rank in range(self._load.world_size)]
         try:
-            for start, rank in zip(make_starts(self._load, rendezvous), self._ranks, strict=True):
-                self._send(rank, encode(start))
+            rendezvous = ""
+            if self._load.world_size > 1:
+                self._store, rendezvous = open_store()
+            for rank in range(self._load.world_size):
+                self._ranks.append(RankProcess(rank))
+            for start, process in zip(make_starts(self._load, rendezvous), self._ranks, strict=True):
+                self._send(process, encode(start), self._load.load_timeout_s)
             return self._collect(RankReport, self._load.load_timeout_s, report)
         except BaseException:
             self._kill()
@@ -217,10 +250,19 @@ class ProcessExecutor:
     def execute(self, step: Step) -> StepResult:
         return self._ask(step, StepResult, self._load.step_timeout_s)[0]
 
+    def check(self) -> None:
+        for rank in self._ranks:
+            if rank.process.poll() is not None:
+                obituary = self._obituary(rank.rank)
+                self._kill()
+                raise RankError(obituary, rank.rank)
+
     def shutdown(self) -> None:
+        if os.getpid() != self._owner:
+            return  # in a forked child of the process that drives the ranks: they go on serving that one
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # it may be dead already, which is what we want
-                rank.channel.send(Shutdown())
+                rank.channel.send(Shutdown(), _SHUTDOWN_S)
         deadline = time.monotonic() + _SHUTDOWN_S
         for rank in self._ranks:
             rank.stop(deadline)
@@ -230,35 +272,37 @@ class ProcessExecutor:
     def _ask(self, message: Message, answer: type[Answer], timeout_s: float) -> list[Answer]:
         if not self._ranks:
             raise EngineError("the executor is not running")
+        if os.getpid() != self._owner:
+            raise EngineError("an engine serves the process that made it, not a fork of it")
         data = encode(message)
         try:
             for rank in self._ranks:
-                self._send(rank, data)
+                self._send(rank, data, timeout_s)
             return self._collect(answer, timeout_s, None)
         except BaseException:
             # The others may wait in a collective for one that will not come; the group is lost.
             self._kill()
             raise
 
-    def _send(self, rank: RankProcess, data: bytes) -> None:
+    def _send(self, rank: RankProcess, data: bytes, timeout_s: float) -> None:
         try:
-            rank.channel.send_bytes(data)
+            rank.channel.send_bytes(data, timeout_s)
+        except TimeoutError as error:
+            raise RankError(f"rank {rank.rank} took nothing in for {timeout_s:g} s", rank.rank) from error
         except OSError as error:
-            raise RankError(self._obituary(rank), rank.rank) from error
+            raise RankError(self._obituary(rank.rank), rank.rank) from error
 
     def _collect(self, answer: type[Answer], timeout_s: float, report: Report | None) -> list[Answer]:
-        def gone(index: int) -> str:
-            return self._obituary(self._ranks[index])
+        channels = {rank.rank: rank.channel for rank in self._ranks}
+        return gather_replies(channels, answer, timeout_s, self._obituary, report)
 
-        return gather_replies([r.channel for r in self._ranks], answer, timeout_s, gone, report)
-
-    def _obituary(self, rank: RankProcess) -> str:
+    def _obituary(self, rank: int) -> str:
         try:
-            status = rank.process.wait(timeout=2)
+            status = self._ranks[rank].process.wait(timeout=2)
         except subprocess.TimeoutExpired:
-            return f"rank {rank.rank} closed its channel"
+            return f"rank {rank} closed its channel"
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        return f"rank {rank.rank} {how}"
+        return f"rank {rank} {how}"
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -267,64 +311,3 @@ class ProcessExecutor:
             rank.stop(time.monotonic())
         self._ranks = []
         self._store = None
-
-
-def gather_replies(
-    channels: Sequence[Channel],
-    answer: type[Answer],
-    timeout_s: float,
-    gone: Callable[[int], str],
-    report: Report | None = None,
-) -> list[Answer]:
-    """One answer from every channel, in their order.
-
-    Args:
-        gone: what to say of the channel whose other end closed.
-
-    Raises:
-        UsageError: a rank says that the user's input is wrong.
-        RankError: a rank failed, closed its channel, or did not answer in time.
-    """
-    replies: list[Answer | None] = [None] * len(channels)
-    shares = [LoadProgress(done=0, total=0)] * len(channels)
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for index, channel in enumerate(channels):
-            selector.register(channel, selectors.EVENT_READ, index)
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            ready = selector.select(left) if left > 0 else []
-            if not ready:
-                late = sorted(cast(int, key.data) for key in selector.get_map().values())
-                raise RankError(f"rank {late[0]} did not answer within {timeout_s:g} s", late[0])
-            for key, _ in ready:
-                index = cast(int, key.data)
-                message = _receive(channels[index], index, deadline, gone)
-                if isinstance(message, LoadProgress):
-                    shares[index] = message
-                    if report is not None:
-                        report(sum(s.done for s in shares), sum(s.total for s in shares))
-                    continue
-                replies[index] = _expect(message, index, answer)
-                selector.unregister(channels[index])
-    return [reply for reply in replies if reply is not None]
-
-
-def _receive(channel: Channel, index: int, deadline: float, gone: Callable[[int], str]) -> Message:
-    try:
-        return channel.receive(max(deadline - time.monotonic(), 1e-3))
-    except EOFError as error:
-        raise RankError(gone(index), index) from error
-    except TimeoutError as error:
-        raise RankError(f"rank {index} stopped in the middle of an answer", index) from error
-
-
-def _expect(message: Message, index: int, answer: type[Answer]) -> Answer:
-    if isinstance(message, Failure):
-        if message.usage:
-            raise UsageError(message.message, field=message.field)
-        _log.error("rank %d failed:\n%s", message.rank, message.traceback)
-        raise RankError(f"rank {message.rank}: {message.kind}: {message.message}", message.rank)
-    if not isinstance(message, answer):
-        raise RankError(f"rank {index} answered with {type(message).__name__}", index)
-    return message

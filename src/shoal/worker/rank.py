@@ -20,7 +20,7 @@ from shoal.checkpoint.progress import Report
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.comm.base import Comm
 from shoal.comm.local import LocalComm
-from shoal.comm.torch_dist import connect
+from shoal.comm.torch_dist import TorchComm, connect
 from shoal.config import EngineConfig, make_config
 from shoal.device.base import Device, resolve_device, resolve_dtype, threads_per_rank
 from shoal.device.memory import process_private_bytes
@@ -50,6 +50,9 @@ __all__ = ["RankWorker", "weight_bytes"]
 
 _KERNELS: dict[str, PagedKernel] = {"sdpa": paged_sdpa, "eager": paged_eager}
 _SAMPLING_RANK = 0
+
+# Of the step's time: ranks that wait in vain say so before the executor gives up, so it knows for whom.
+_COLLECTIVE_SHARE = 0.9
 
 
 def _is_built(kernel: str) -> str | None:
@@ -81,12 +84,14 @@ class RankWorker:
         self._model: ServedModel | None = None
         self._runner: Runner | None = None
         self._private_before = 0
+        self._step_timeout_s = 0.0
 
     def start(self, start: Start, report: Report | None = None) -> RankReport:
         """Build and load this rank's part of the model, and measure it."""
         started = time.perf_counter()
         config = make_config(**start.config)
         self._rank = start.rank
+        self._step_timeout_s = config.step_timeout
         device = self._use_device(config, start)
         path = Path(start.model_path)
         hf_config = load_config(path, config.trust_remote_code)
@@ -134,6 +139,8 @@ class RankWorker:
             model, message.block_size, device.torch_device, samples=self._rank == _SAMPLING_RANK
         )
         self._runner.execute(_first_step(message))
+        if isinstance(self._comm, TorchComm):  # the others of the Protocol wait for nobody, or for threads
+            self._comm.set_timeout(self._step_timeout_s * _COLLECTIVE_SHARE)
         trim_heap()
         kv_bytes = sum(p.keys.nbytes + p.values.nbytes for p in pages)
         growth = process_private_bytes() - self._private_before
@@ -168,8 +175,9 @@ class RankWorker:
     def _join(self, config: EngineConfig, start: Start, device: Device) -> Comm:
         if start.world_size == 1:
             return LocalComm()
+        # Until steps come, the others may read their weights from a slower disk: no step's deadline counts.
         return connect(
-            start.rank, start.world_size, start.rendezvous, device.torch_device, config.step_timeout
+            start.rank, start.world_size, start.rendezvous, device.torch_device, config.load_timeout
         )
 
     @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 
 from shoal.checkpoint.progress import Report
@@ -33,18 +34,21 @@ def serve(channel: Channel) -> None:
                 rank = message.rank
             channel.send(_answer(worker, message, channel))
     except Exception as error:  # the process boundary: everything is reported to the engine, then it ends
-        channel.send(
-            Failure(
-                rank=rank,
-                kind=type(error).__name__,
-                message=str(error),
-                traceback=traceback.format_exc(),
-                usage=isinstance(error, UsageError),
-                field=getattr(error, "field", None),
-            )
-        )
+        with contextlib.suppress(OSError):  # nobody is left to report to
+            channel.send(_failure(rank, error))
     finally:
         worker.close()
+
+
+def _failure(rank: int, error: Exception) -> Failure:
+    return Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        usage=isinstance(error, UsageError),
+        field=error.field if isinstance(error, UsageError) else None,
+    )
 
 
 def _answer(worker: RankWorker, message: Message, channel: Channel) -> Message:

@@ -17,14 +17,16 @@ from shoal.comm.torch_dist import TorchComm, connect, torchrun_place
 from shoal.errors import EngineError, RankError
 from shoal.messages import AllocateKV, RankReady, RankReport, Shutdown, Step, StepResult, encode
 from shoal.worker.channel import Channel
-from shoal.worker.executor import Answer, Load, gather_replies, make_starts
+from shoal.worker.executor import Load, inline_errors, make_starts
 from shoal.worker.rank import RankWorker
+from shoal.worker.replies import Answer, gather_replies
 from shoal.worker.serve import serve
 
 __all__ = ["TorchrunExecutor", "serve_rank", "torchrun_place"]
 
 _KEY_BYTES = 16
 _MEETING_TIMEOUT_S = 600.0
+_SHUTDOWN_S = 10.0
 
 
 class TorchrunExecutor:
@@ -33,45 +35,57 @@ class TorchrunExecutor:
     def __init__(self, load: Load) -> None:
         self._load = load
         self._worker = RankWorker()
-        self._channels: list[Channel] = []
+        self._channels: dict[int, Channel] = {}  # by rank, from 1
 
     def load(self, report: Report) -> list[RankReport]:
         control = _control_group()
         self._channels = _accept(control, self._load.world_size - 1)
         first, *others = make_starts(self._load, "")
-        for channel, start in zip(self._channels, others, strict=True):
-            channel.send(start)
-        return [self._worker.start(first, report), *self._replies(RankReport, self._load.load_timeout_s)]
+        for start in others:
+            self._send(start.rank, encode(start), self._load.load_timeout_s)
+        with inline_errors(0, "loading"):
+            own = self._worker.start(first, report)
+        return [own, *self._replies(RankReport, self._load.load_timeout_s)]
 
     def allocate(self, message: AllocateKV) -> list[RankReady]:
-        self._broadcast(encode(message))
-        return [self._worker.allocate(message), *self._replies(RankReady, self._load.load_timeout_s)]
+        self._broadcast(message, self._load.load_timeout_s)
+        with inline_errors(0, f"making {message.num_blocks} KV blocks"):
+            own = self._worker.allocate(message)
+        return [own, *self._replies(RankReady, self._load.load_timeout_s)]
 
     def execute(self, step: Step) -> StepResult:
-        self._broadcast(encode(step))
-        result = self._worker.execute(step)
+        self._broadcast(step, self._load.step_timeout_s)
+        with inline_errors(0, f"step {step.step_id}"):
+            result = self._worker.execute(step)
         self._replies(StepResult, self._load.step_timeout_s)
         return result
 
+    def check(self) -> None:
+        """torchrun itself ends all its ranks when one dies."""
+
     def shutdown(self) -> None:
-        for channel in self._channels:
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):  # a rank that is gone needs no telling
-                channel.send(Shutdown())
+                channel.send(Shutdown(), _SHUTDOWN_S)
             channel.close()
-        self._channels = []
+        self._channels = {}
         self._worker.close()
 
-    def _broadcast(self, data: bytes) -> None:
+    def _broadcast(self, message: AllocateKV | Step, timeout_s: float) -> None:
         if not self._channels:
             raise EngineError("the executor is not running")
-        for rank, channel in enumerate(self._channels, start=1):
-            try:
-                channel.send_bytes(data)
-            except OSError as error:
-                raise RankError(f"rank {rank} is gone", rank) from error
+        data = encode(message)
+        for rank in self._channels:
+            self._send(rank, data, timeout_s)
+
+    def _send(self, rank: int, data: bytes, timeout_s: float) -> None:
+        try:
+            self._channels[rank].send_bytes(data, timeout_s)
+        except OSError as error:
+            raise RankError(f"rank {rank} is gone, or takes nothing in", rank) from error
 
     def _replies(self, answer: type[Answer], timeout_s: float) -> list[Answer]:
-        return gather_replies(self._channels, answer, timeout_s, lambda i: f"rank {i + 1} is gone")
+        return gather_replies(self._channels, answer, timeout_s, lambda rank: f"rank {rank} is gone")
 
 
 def serve_rank() -> None:
@@ -96,8 +110,8 @@ def _meeting_point(control: TorchComm, ours: tuple[bytes, int] | None) -> tuple[
     return received[:_KEY_BYTES], int.from_bytes(received[_KEY_BYTES:], "little")
 
 
-def _accept(control: TorchComm, count: int) -> list[Channel]:
-    """Channels to ranks 1 to ``count``, in that order; strangers without the key are turned away."""
+def _accept(control: TorchComm, count: int) -> dict[int, Channel]:
+    """Channels to ranks 1 to ``count``; strangers without the key are turned away."""
     channels: dict[int, Channel] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(_MEETING_TIMEOUT_S)
@@ -114,4 +128,4 @@ def _accept(control: TorchComm, count: int) -> list[Channel]:
                 sock.close()
                 continue
             channels[int.from_bytes(greeting[_KEY_BYTES:], "little")] = Channel(sock)
-    return [channels[rank] for rank in range(1, count + 1)]
+    return channels

@@ -43,7 +43,7 @@ PLAN = Plan(
         "layers.*.norm.weight": Split("replicate", reason="a norm"),
     },
     kv=(KeyValueHeads(((0, 2),), (2, 1), 1, 1, True),),
-    regions=(Region("layers.*.o.weight", ("layers.*.q.weight",), 3, (2, 1)),),
+    regions=(Region("layers.*.o.weight", ("layers.*.q.weight",), 3, (2, 1), 9, (3,)),),
 )
 
 

@@ -21,7 +21,7 @@ from shoal.prove.substitute import substitute
 from support.planner import FAMILIES, Family, bloom, demo, gpt2, gpt_neox, llama, opt
 
 
-@pytest.mark.parametrize("tp", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tp", [3, *(pytest.param(tp, marks=pytest.mark.full) for tp in (2, 4))])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_derived_plans_of_every_family_hold(family: str, tp: int) -> None:
     model_class, config = FAMILIES[family]()
