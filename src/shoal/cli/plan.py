@@ -62,8 +62,7 @@ def _make_report(config: EngineConfig) -> dict[str, Any]:
     facts = ModelFacts(
         name=config.model,
         architecture=model_class.__name__,
-        num_attention_heads=getattr(hf_config.get_text_config(), "num_attention_heads", None),
-        kv_bytes_per_number=dtype.itemsize,
+        bytes_per_number=dtype.itemsize,
     )
     whole = build_empty(model_class, hf_config, dtype)
     whole.tie_weights()
@@ -87,7 +86,9 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
         blocks.append((block["pattern"], block["split"], sizes, _shown(block["components"]), block["reason"]))
     ranks = [("rank", "weights", "KV per token", "heads", "KV heads")]
     for rank in report["ranks"]:
-        figures = (human_bytes(rank["weight_bytes"]), human_bytes(rank["kv_bytes_per_token"]))
+        kv_bytes = rank["kv_bytes_per_token"]
+        kv_shown = "not measured" if kv_bytes is None else human_bytes(kv_bytes)
+        figures = (human_bytes(rank["weight_bytes"]), kv_shown)
         ranks.append((str(rank["rank"]), *figures, _shown(rank["heads"]), _shown(rank["kv_heads"])))
     return [*lines, *_table(blocks), "", *_table(ranks)]
 

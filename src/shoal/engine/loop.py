@@ -112,9 +112,10 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                for delta in self._core.step():
+                deltas = self._core.step()
+                self._stats = self._core.stats()  # before its deltas: who has seen the end finds it counted
+                for delta in deltas:
                     self._deliver(delta)
-                self._stats = self._core.stats()
         except BaseException as error:  # the thread's boundary: whatever it is, every waiter is answered
             _log.exception("the engine failed")
             self._cause = error

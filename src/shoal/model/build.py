@@ -5,44 +5,15 @@ Knows no plan and no checkpoint; whoever calls it shards and loads.
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shoal.errors import ModelNotFoundError, UnsupportedError
+from shoal.plan.skeleton import BigOnMeta
 
 __all__ = ["build_empty", "causal_class", "load_config", "model_length"]
-
-# Creators whose values nobody reads before weights are loaded, and the size from which they go to meta.
-# What is smaller, or made any other way (arange, ones, tril ...), is real: rotary tables, masks, norms.
-_EMPTY = {torch.empty, torch.randn, torch.rand, torch.zeros}
-_SMALL = 1 << 12
-_RANDOM_FILL = {"normal_", "uniform_", "bernoulli_", "exponential_", "trunc_normal_", "random_"}
-
-
-class _BigOnMeta(TorchFunctionMode):
-    """Uninitialised tensors of some size are created on meta. Per thread, like any such mode."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _RANDOM_FILL:
-            return args[0] if args else kwargs["tensor"]  # slow, soon overwritten, and not ours to draw
-        if func in _EMPTY and self._numel(args, kwargs) >= _SMALL:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def _numel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        shape = kwargs.get("size", args)
-        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-            shape = shape[0]
-        return math.prod(int(n) for n in shape)
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -86,7 +57,8 @@ def causal_class(
 def build_empty(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A model whose weights of any size are on meta, in eval mode, without gradients.
+    """A model without weights, in eval mode, without gradients: the bigger ones are on meta, the smaller
+    ones hold nothing yet. Rotary tables and the like have their values. No random number is drawn.
 
     Args:
         model_class: a causal model class.
@@ -95,7 +67,7 @@ def build_empty(
     """
     config = copy.deepcopy(config)
     config.dtype = dtype
-    with _BigOnMeta():
+    with BigOnMeta():
         model = model_class._from_config(config, attn_implementation="eager", dtype=dtype)
     return model.eval().requires_grad_(False)
 

@@ -21,14 +21,14 @@ from shoal.errors import PlanError
 from shoal.plan.linears import is_linear
 from shoal.plan.random import OwnRandom, fills_randomly, own_random
 
-__all__ = ["Cut", "build_on_meta", "build_probe", "build_with_generator", "cut_depth"]
+__all__ = ["BigOnMeta", "Cut", "build_on_meta", "build_probe", "build_with_generator", "cut_depth"]
 
 _BIG = 1 << 16  # elements from which uninitialised memory goes to meta
 _BIG_CONSTANT = 1 << 24  # the same for zeros and ones, which may be masks that are read
 _RAW_IS_WEIGHT = 1 << 12  # elements from which a raw matrix parameter counts as a weight
 
 
-class _BigOnMeta(TorchFunctionMode):
+class BigOnMeta(TorchFunctionMode):
     """Big fresh tensors are created on meta; random filling, slow and soon overwritten, is skipped."""
 
     _EMPTY = (torch.empty, torch.randn, torch.rand)
@@ -83,7 +83,7 @@ def build_probe(model_class: type[nn.Module], config: Any) -> nn.Module:
     for gradients; rotary tables and masks hold what the model computed.
     """
     generator = torch.Generator().manual_seed(1)
-    with own_random(), _BigOnMeta():
+    with own_random(), BigOnMeta():
         model = model_class(private_config(config)).eval()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from shoal.cli.plan_report import ModelFacts, plan_report
 from shoal.plan.types import KeyValueHeads, Plan, Region, Split
 
-FACTS = ModelFacts(name="tiny", architecture="Tiny", num_attention_heads=9, kv_bytes_per_number=4)
+FACTS = ModelFacts(name="tiny", architecture="Tiny", bytes_per_number=4)
 
 
 class Layer(nn.Module):
@@ -59,24 +60,30 @@ def test_the_report_counts_on_the_models_own_tensors():
             "rank": 0,
             "weight_bytes": 4 * (30 + split_0 + whole_bias + norms),
             "kv_bytes_per_token": 2 * 2 * 2 * 4,
-            "heads": 6,
+            "heads": 2,
             "kv_heads": 2,
         },
         {
             "rank": 1,
             "weight_bytes": 4 * (30 + split_1 + whole_bias + norms),
             "kv_bytes_per_token": 2 * 1 * 2 * 4,
-            "heads": 3,
+            "heads": 1,
             "kv_heads": 1,
         },
     ]
     assert report["collectives_per_forward"] == 1 + 2 + 1
-    replicated = (whole_bias + norms) / (60 + split_0 + split_1 + whole_bias + norms)
+    total = 60 + split_0 + split_1 + whole_bias + norms
     assert report["coverage"] == {
-        "column_row": pytest.approx(1 - replicated, abs=1e-4),
-        "gathered": 0,
-        "replicated": pytest.approx(replicated, abs=1e-4),
+        "column_row": pytest.approx((split_0 + split_1) / total, abs=1e-4),
+        "gathered": pytest.approx(60 / total, abs=1e-4),
+        "replicated": pytest.approx((whole_bias + norms) / total, abs=1e-4),
     }
+
+
+def test_kv_that_was_not_measured_is_unknown_not_zero():
+    unmeasured = dataclasses.replace(PLAN, kv=())
+    report = plan_report(unmeasured, Tiny(), FACTS)
+    assert report["ranks"][0]["kv_bytes_per_token"] is None
 
 
 def test_the_text_has_a_row_per_block_and_rank(run, monkeypatch):

@@ -88,12 +88,14 @@ def test_refusals_come_at_the_first_step_of_the_iterator(
         with pytest.raises(RequestError, match="sampling_params"):
             await anext(aiter(engine.stream("a", {"max_tokens": 1})))  # type: ignore[arg-type]
         gate = executor.before = Gate()
-        waiting = [asyncio.ensure_future(text_of(engine, "a", LONG)) for _ in range(2)]
+        running = asyncio.ensure_future(text_of(engine, "A", LONG))
         await asyncio.to_thread(gate.wait_entered)
-        with pytest.raises(QueueFullError):
-            await text_of(engine, "a", LONG)
+        waiting, refused = (asyncio.ensure_future(text_of(engine, "A", LONG)) for _ in range(2))
+        await asyncio.sleep(0)  # both are submitted
         gate.open()
-        await asyncio.gather(*waiting)
+        with pytest.raises(QueueFullError):
+            await refused
+        assert await running == await waiting == "BCDEFGHIJKLMNOPQRSTU"
         await engine.shutdown()
 
     run(test)
