@@ -31,6 +31,10 @@ __all__ = [
 
 _logger = logging.getLogger("shoal.device")
 
+# Resident memory of a rank process that has imported torch and transformers, and nothing else (225 MB,
+# torch 2.13 on Linux), doubled for what it needs to work.
+_RANK_BYTES = 450 << 20
+
 _NAME = re.compile(r"(auto|cpu|cuda|mps|xpu)(?::(\d+))?")
 
 
@@ -139,7 +143,8 @@ def check_ranks(device: Device, tensor_parallel_size: int) -> None:
     Call it once, where an engine is configured, not on every rank.
 
     Raises:
-        ConfigError: more ranks than devices (CUDA, XPU), or more than one on MPS.
+        ConfigError: more ranks than devices (CUDA, XPU), more than one on MPS, or on a CPU more than its
+            free memory holds the bare processes of.
     """
     limit = device.max_ranks
     if limit is not None and tensor_parallel_size > limit:
@@ -151,7 +156,20 @@ def check_ranks(device: Device, tensor_parallel_size: int) -> None:
             + f"; pass at most {limit}",
             field="tensor_parallel_size",
         )
-    if device.kind == "cpu" and tensor_parallel_size > (cores := usable_cores()):
+    if device.kind == "cpu":
+        _check_cpu_ranks(device, tensor_parallel_size)
+
+
+def _check_cpu_ranks(device: Device, tensor_parallel_size: int) -> None:
+    fitting = max(1, device.memory().free // _RANK_BYTES)
+    if tensor_parallel_size > fitting:
+        raise ConfigError(
+            f"tensor_parallel_size: {tensor_parallel_size} ranks do not fit on cpu: each takes "
+            f"{_RANK_BYTES >> 20} MiB before any weight; pass at most {fitting}",
+            field="tensor_parallel_size",
+        )
+    cores = usable_cores()
+    if tensor_parallel_size > cores:
         _logger.warning(
             "%d ranks share %d CPU core%s: ranks wait for each other, so this is slower than %d",
             tensor_parallel_size, cores, "" if cores == 1 else "s", cores,

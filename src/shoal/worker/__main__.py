@@ -13,9 +13,6 @@ import socket
 import sys
 import threading
 
-from shoal.worker.channel import Channel
-from shoal.worker.serve import serve
-
 _POLL_MS = 1000
 
 
@@ -36,6 +33,10 @@ def main() -> None:
         target=_die_with_parent, args=(life_fd, os.getppid()), name="shoal-life", daemon=True
     )
     watcher.start()
+    # Only now: importing torch takes seconds, in which the parent may die.
+    from shoal.worker.channel import Channel
+    from shoal.worker.serve import serve
+
     serve(Channel(socket.socket(fileno=channel_fd)))
 
 

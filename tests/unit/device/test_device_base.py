@@ -12,6 +12,7 @@ from shoal.device import base
 from shoal.device.base import available_devices, check_ranks, memory, resolve_device, resolve_dtype
 from shoal.device.cpu import CpuDevice
 from shoal.device.cuda import AcceleratorDevice
+from shoal.device.memory import MemoryReport
 from shoal.device.mps import MpsDevice
 from shoal.errors import ConfigError
 
@@ -175,3 +176,12 @@ def test_an_explicit_dtype_the_device_lacks_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as caught:
         resolve_dtype("bfloat16", AcceleratorDevice("cuda"))
     assert caught.value.field == "dtype"
+
+
+def test_more_cpu_ranks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = MemoryReport(total=8 << 30, allocated=0, reserved=0, free=1 << 30)
+    monkeypatch.setattr(CpuDevice, "memory", lambda self: report)
+    with pytest.raises(ConfigError, match=r"3 ranks do not fit on cpu.*at most 2") as caught:
+        check_ranks(CpuDevice(), 3)
+    assert caught.value.field == "tensor_parallel_size"
+    check_ranks(CpuDevice(), 2)

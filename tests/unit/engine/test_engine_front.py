@@ -41,6 +41,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
+def void(_: object) -> None:
+    """Gives nothing back."""
+
+
 async def text_of(engine: AsyncLLM, prompt: str, params: SamplingParams) -> str:
     return "".join([delta.outputs[0].text async for delta in engine.stream(prompt, params)])
 
@@ -106,15 +110,16 @@ def test_closing_or_cancelling_a_stream_aborts_its_request(
 ) -> None:
     async def test() -> None:
         engine = open_engine()
-        stream = engine.stream("a", SamplingParams(max_tokens=60, ignore_eos=True))
-        await anext(stream)
-        gate = executor.before = Gate()
-        await stream.aclose()
-        task = asyncio.ensure_future(text_of(engine, "A", LONG))
-        await asyncio.to_thread(gate.wait_entered)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        gate.open()
+        steps = threading.Semaphore(1)
+        executor.before = lambda: void(steps.acquire(timeout=10))
+        closed = engine.stream("a", LONG)
+        await anext(closed)
+        cancelled = asyncio.ensure_future(text_of(engine, "A", LONG))
+        await asyncio.sleep(0)  # it is submitted; the engine stands in its second step
+        await closed.aclose()
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        steps.release(100)
         assert await text_of(engine, "f", SamplingParams(max_tokens=1)) == "g"
         assert engine.stats().requests_total == {"abort": 2, "length": 1}
         assert engine.stats().kv_cache_usage == 0
@@ -187,7 +192,7 @@ def test_an_event_loop_that_closes_does_not_take_the_engine_along(
     gate = executor.before = Gate()
     loop = asyncio.new_event_loop()
     # A stream cannot be left behind unclosed by asyncio.run; its sink, as it is, can.
-    engine._loop.submit("left", [97], LONG, lambda item: loop.call_soon_threadsafe(print, item) and None)
+    engine._loop.submit("left", [97], LONG, lambda item: void(loop.call_soon_threadsafe(print, item)))
     gate.wait_entered()
     loop.close()
     gate.open()

@@ -1,0 +1,212 @@
+"""Executors turn whatever befalls a rank into one of our errors, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+import shoal.worker.executor as module
+from shoal.errors import CheckpointError, EngineError, RankError
+from shoal.messages import AllocateKV, Step
+from shoal.worker.executor import InlineExecutor, Load, ProcessExecutor, make_starts
+
+STEP = Step(step_id=7, sequences=())
+PAGES = AllocateKV(num_blocks=9, block_size=4)
+
+
+def load(ranks: int = 2, timeout_s: float = 10) -> Load:
+    return Load({}, "folder", {"plan": 1}, ranks, load_timeout_s=timeout_s, step_timeout_s=timeout_s)
+
+
+def ignore(done: float, total: float) -> None:
+    """Progress nobody looks at."""
+
+
+def test_each_rank_is_told_which_one_it_is() -> None:
+    starts = make_starts(load(3), "127.0.0.1:5")
+    assert [start.rank for start in starts] == [0, 1, 2]
+    assert {(start.world_size, start.rendezvous, start.model_path) for start in starts} == {
+        (3, "127.0.0.1:5", "folder")
+    }
+
+
+class Worker:
+    """Raises ``error`` whatever it is asked."""
+
+    error: Exception
+
+    def start(self, *_: Any) -> Any:
+        raise self.error
+
+    allocate = execute = start
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> InlineExecutor:
+    monkeypatch.setattr(module, "RankWorker", Worker)
+    executor = InlineExecutor(load(1))
+    executor._worker = Worker()  # type: ignore[assignment]
+    return executor
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), KeyError("x"), MemoryError("x"), TypeError("x")])
+def test_whatever_model_code_raises_inline_is_a_ranks_failure(
+    inline: InlineExecutor, error: Exception
+) -> None:
+    Worker.error = error
+    kind = type(error).__name__
+    with pytest.raises(RankError, match=f"rank 0: step 7: {kind}") as caught:
+        inline.execute(STEP)
+    assert caught.value.__cause__ is error and caught.value.rank == 0
+    with pytest.raises(RankError, match=f"making 9 KV blocks: {kind}"):
+        inline.allocate(PAGES)
+    with pytest.raises(RankError, match=f"loading: {kind}"):
+        inline.load(ignore)
+
+
+def test_wrong_input_inline_stays_what_it_is(inline: InlineExecutor) -> None:
+    Worker.error = CheckpointError("model: shard 2 is cut short", field="model")
+    with pytest.raises(CheckpointError, match="shard 2"):
+        inline.load(ignore)
+
+
+@pytest.mark.parametrize("kind", [InlineExecutor, ProcessExecutor])
+def test_an_executor_that_does_not_run_says_so(kind: type[InlineExecutor | ProcessExecutor]) -> None:
+    executor = kind(load(1))
+    for ask in (lambda: executor.execute(STEP), lambda: executor.allocate(PAGES)):
+        with pytest.raises(EngineError, match="not running"):
+            ask()
+    executor.check()
+    executor.shutdown()
+    executor.shutdown()
+
+
+def spawning(monkeypatch: pytest.MonkeyPatch, *programs: str | None) -> list[subprocess.Popen[bytes]]:
+    """Have ranks run these programs instead of shoal's; None: the process cannot be started."""
+    spawned: list[subprocess.Popen[bytes]] = []
+    left = list(programs)
+
+    def spawn(channel_fd: int, life_fd: int) -> subprocess.Popen[bytes]:
+        program = left.pop(0)
+        if program is None:
+            raise OSError(11, "Resource temporarily unavailable")
+        begin = f"import os, socket, time; s = socket.socket(fileno={channel_fd}); life = {life_fd}\n"
+        command = [sys.executable, "-S", "-c", begin + program]
+        spawned.append(subprocess.Popen(command, pass_fds=(channel_fd, life_fd)))
+        return spawned[-1]
+
+    monkeypatch.setattr(module, "_spawn", spawn)
+    return spawned
+
+
+SLEEPS = "time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Any:
+    """Neither descriptors nor children are left by any test of this file."""
+    process = psutil.Process()
+    before = process.num_fds()
+    yield
+    assert process.num_fds() <= before
+    assert not process.children()
+
+
+def test_a_process_that_cannot_be_started_takes_the_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned = spawning(monkeypatch, SLEEPS, None)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        ProcessExecutor(load()).load(ignore)
+    assert spawned[0].returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("raise SystemExit(3)", "rank 1 exited with status 3"),
+        ("os.kill(os.getpid(), 9)", "rank 1 was killed by signal 9"),
+        ("s.recv(8); os.kill(os.getpid(), 11)", "rank 1 was killed by signal 11"),
+    ],
+)
+def test_a_rank_that_dies_while_loading_is_named_with_how(
+    program: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned = spawning(monkeypatch, SLEEPS, program)
+    with pytest.raises(RankError) as caught:
+        ProcessExecutor(load()).load(ignore)
+    assert (str(caught.value), caught.value.rank) == (how, 1)
+    assert spawned[0].returncode == -9, "its peer is not left waiting"
+
+
+def test_a_rank_that_never_loads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned = spawning(monkeypatch, SLEEPS)
+    with pytest.raises(RankError, match=r"rank 0 did not answer within 0\.2 s"):
+        ProcessExecutor(load(1, 0.2)).load(ignore)
+    assert spawned[0].returncode == -9
+
+
+def running(monkeypatch: pytest.MonkeyPatch, *programs: str) -> ProcessExecutor:
+    """An executor as if its ranks had loaded."""
+    spawning(monkeypatch, *programs)
+    executor = ProcessExecutor(load(len(programs), 0.3))
+    executor._ranks = [module.RankProcess(rank) for rank in range(len(programs))]
+    return executor
+
+
+def test_a_rank_that_takes_nothing_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step larger than the socket's buffer, to a process that hangs."""
+    executor = running(monkeypatch, SLEEPS)
+    big = module.encode(STEP) + bytes(8 << 20)
+    monkeypatch.setattr(module, "encode", lambda message: big)
+    with pytest.raises(RankError, match=r"rank 0 took nothing in for 0\.3 s"):
+        executor.execute(STEP)
+
+
+def test_an_interrupt_while_waiting_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = running(monkeypatch, SLEEPS)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "gather_replies", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor.execute(STEP)
+    with pytest.raises(EngineError, match="not running"):
+        executor.execute(STEP)
+
+
+def test_a_look_between_steps_finds_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = running(monkeypatch, SLEEPS, SLEEPS)
+    executor.check()
+    victim = executor._ranks[1].process
+    victim.kill()
+    victim.wait()
+    with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
+        executor.check()
+
+
+def test_a_forked_child_leaves_the_ranks_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = running(monkeypatch, SLEEPS)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        executor.shutdown()
+        with pytest.raises(EngineError, match="fork"):
+            executor.execute(STEP)
+    assert executor._ranks[0].process.poll() is None
+    monkeypatch.setattr(module, "_SHUTDOWN_S", 0.1)
+    executor.shutdown()
+
+
+def test_a_rank_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = running(monkeypatch, SLEEPS, "s.recv(100)")
+    processes = [rank.process for rank in executor._ranks]
+    monkeypatch.setattr(module, "_SHUTDOWN_S", 0.5)
+    executor.shutdown()
+    assert [process.returncode for process in processes] == [-9, 0]

@@ -1,0 +1,101 @@
+"""One rank builds, measures, allocates and computes what transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import EngineError, ModelNotFoundError
+from shoal.messages import AllocateKV, RankReport
+from shoal.worker.executor import make_starts
+from shoal.worker.rank import RankWorker, weight_bytes
+from support import families
+from support.loads import make_load, make_step
+
+
+@pytest.fixture
+def started(families_path: Path) -> Iterator[tuple[RankWorker, RankReport]]:
+    worker = RankWorker()
+    load = make_load(families.save("llama_9_3", families_path), 1)
+    yield worker, worker.start(make_starts(load, "")[0])
+    worker.close()
+
+
+def test_shared_weights_count_once() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+    second.weight = first.weight
+    assert weight_bytes(nn.Sequential(first, second)) == 4 * (64 + 8)
+
+
+def test_the_report_says_what_was_built(started: tuple[RankWorker, RankReport]) -> None:
+    _, report = started
+    model = families.build("llama_9_3")
+    unique = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert report.weight_bytes == sum(unique.values()) + buffers
+    assert report.kv_bytes_per_token == 2 * 3 * (8 + 8) * 4, "layers, KV heads, key and value width, float32"
+    assert report.kv_budget_bytes == 1 << 20
+    assert (report.rank, report.dtype, report.attention) == (0, "float32", "sdpa")
+
+
+def test_pages_hold_what_was_allocated(started: tuple[RankWorker, RankReport]) -> None:
+    worker, report = started
+    ready = worker.allocate(AllocateKV(num_blocks=5, block_size=7))
+    assert ready.kv_bytes == 5 * 7 * report.kv_bytes_per_token
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(16, 4), (64, 1), (1, 64)])
+def test_steps_continue_prompts_as_transformers_does(
+    started: tuple[RankWorker, RankReport], num_blocks: int, block_size: int
+) -> None:
+    worker, _ = started
+    worker.allocate(AllocateKV(num_blocks=num_blocks, block_size=block_size))
+    prompt = families.prompts(1, 20)[0][:6]
+    expected = families.reference(families.build("llama_9_3"), prompt, 2)
+    first = worker.execute(make_step(1, (0, prompt), block_size=block_size)).tokens[0].token_id
+    second = worker.execute(make_step(2, (len(prompt), [first]), block_size=block_size)).tokens[0].token_id
+    assert [first, second] == expected
+
+
+def test_only_rank_0_samples(families_path: Path) -> None:
+    load = make_load(families.save("llama_9_3", families_path), 1)
+    start = make_starts(load, "")[0]
+    worker = RankWorker()
+    worker.start(start)
+    worker._rank = 1
+    worker.allocate(AllocateKV(num_blocks=16, block_size=4))
+    assert worker.execute(make_step(1, (0, [5, 6]))).tokens == ()
+
+
+def test_a_step_before_the_pages_is_refused(started: tuple[RankWorker, RankReport]) -> None:
+    with pytest.raises(EngineError, match="before its KV pages"):
+        started[0].execute(make_step(1, (0, [5])))
+
+
+def test_a_folder_without_a_model_is_wrong_input(families_path: Path, tmp_path: Path) -> None:
+    load = make_load(families.save("llama_9_3", families_path), 1)
+    start = make_starts(load, "")[0]
+    worker = RankWorker()
+    with pytest.raises(ModelNotFoundError):
+        worker.start(type(start)(**{**_fields(start), "model_path": str(tmp_path)}))
+    worker.close()
+    worker.close()
+
+
+def _fields(start: object) -> dict[str, object]:
+    return {name: getattr(start, name) for name in start.__struct_fields__}  # type: ignore[attr-defined]
+
+
+def test_a_closed_rank_lets_go_of_everything(started: tuple[RankWorker, RankReport]) -> None:
+    """A closed rank holds neither model nor pages."""
+    worker, _ = started
+    worker.allocate(AllocateKV(num_blocks=2, block_size=4))
+    worker.close()
+    assert worker._model is None and worker._runner is None
+    with pytest.raises(EngineError):
+        worker.execute(make_step(1, (0, [5])))
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,153 @@
+"""A rank answers what it is sent, reports what fails, and then ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import shoal.worker.serve as module
+from shoal.checkpoint.progress import Report
+from shoal.errors import CheckpointError
+from shoal.messages import (
+    AllocateKV,
+    Failure,
+    LoadProgress,
+    RankReady,
+    RankReport,
+    Shutdown,
+    Start,
+    Step,
+    StepResult,
+)
+from shoal.worker.__main__ import _die_with_parent
+from shoal.worker.channel import Channel
+from shoal.worker.serve import serve
+
+START = Start(rank=3, world_size=4, config={}, model_path="", plan={}, rendezvous="")
+
+
+class FakeWorker:
+    """Answers at once; step 13 fails."""
+
+    num_closed = 0
+
+    def start(self, start: Start, report: Report) -> RankReport:
+        if start.model_path == "damaged":
+            raise CheckpointError("model: shard 2 is cut short", field="model")
+        for done in range(1000):
+            report(done, 1000)
+        return RankReport(
+            rank=start.rank, weight_bytes=1, bytes_read=1, load_s=0, kv_bytes_per_token=1, kv_budget_bytes=1
+        )
+
+    def allocate(self, message: AllocateKV) -> RankReady:
+        raise MemoryError("no room for pages")
+
+    def execute(self, step: Step) -> StepResult:
+        if step.step_id == 13:
+            raise RuntimeError("bad luck")
+        return StepResult(step_id=step.step_id)
+
+    def close(self) -> None:
+        FakeWorker.num_closed += 1
+
+
+@pytest.fixture
+def engine_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    """The other end of a rank that serves; afterwards it must have ended and closed its worker."""
+    monkeypatch.setattr(module, "RankWorker", FakeWorker)
+    monkeypatch.setattr(FakeWorker, "num_closed", 0)
+    ours, theirs = socket.socketpair()
+    rank = threading.Thread(target=serve, args=(Channel(theirs),))
+    rank.start()
+    channel = Channel(ours)
+    yield channel
+    channel.close()
+    rank.join(10)
+    theirs.close()
+    assert not rank.is_alive() and FakeWorker.num_closed == 1
+
+
+def test_loading_reports_progress_a_hundred_times_at_most(engine_end: Channel) -> None:
+    engine_end.send(START)
+    messages = [engine_end.receive(5)]
+    while isinstance(messages[-1], LoadProgress):
+        messages.append(engine_end.receive(5))
+    assert isinstance(messages[-1], RankReport) and messages[-1].rank == 3
+    assert 50 < len(messages) <= 101
+
+
+def test_steps_are_answered_until_a_shutdown(engine_end: Channel) -> None:
+    for step_id in (1, 2):
+        engine_end.send(Step(step_id=step_id, sequences=()))
+        assert engine_end.receive(5) == StepResult(step_id=step_id)
+    engine_end.send(Shutdown())
+
+
+def test_a_closed_channel_ends_it(engine_end: Channel) -> None:
+    engine_end.close()
+
+
+def test_a_failure_is_reported_with_its_traceback_and_ends_it(engine_end: Channel) -> None:
+    engine_end.send(START)
+    while isinstance(engine_end.receive(5), LoadProgress):
+        pass
+    engine_end.send(Step(step_id=13, sequences=()))
+    failure = engine_end.receive(5)
+    assert isinstance(failure, Failure)
+    assert (failure.rank, failure.kind, failure.message) == (3, "RuntimeError", "bad luck")
+    assert "in execute" in failure.traceback and not failure.usage
+
+
+def test_wrong_input_is_marked_as_such(engine_end: Channel) -> None:
+    engine_end.send(Start(**{**_fields(START), "model_path": "damaged"}))
+    failure = engine_end.receive(5)
+    assert isinstance(failure, Failure) and failure.usage
+    assert (failure.kind, failure.field) == ("CheckpointError", "model")
+
+
+def _fields(start: Start) -> dict[str, object]:
+    return {name: getattr(start, name) for name in start.__struct_fields__}
+
+
+def test_memory_that_is_not_there_is_a_failure_like_any_other(engine_end: Channel) -> None:
+    engine_end.send(AllocateKV(num_blocks=1, block_size=1))
+    failure = engine_end.receive(5)
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.message) == ("MemoryError", "no room for pages")
+
+
+def test_a_message_no_rank_takes_is_a_failure(engine_end: Channel) -> None:
+    engine_end.send(RankReady(rank=0, kv_bytes=0))
+    failure = engine_end.receive(5)
+    assert isinstance(failure, Failure) and "RankReady" in failure.message
+
+
+def test_a_failure_nobody_hears_is_no_second_failure(engine_end: Channel) -> None:
+    engine_end.send(Step(step_id=13, sequences=()))
+    engine_end.close()
+
+
+@pytest.mark.parametrize("least", [3, 1100])
+def test_the_end_of_the_life_pipe_ends_the_process_whatever_its_number(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """select() takes no descriptor above 1023; a program with many open files hands down such ones."""
+    read_end, write_end = os.pipe()
+    watched = fcntl.fcntl(read_end, fcntl.F_DUPFD, least)
+    os.close(read_end)
+    os.close(write_end)
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as caught:
+        _die_with_parent(watched, os.getppid())
+    os.close(watched)
+    assert caught.value.code == 1
