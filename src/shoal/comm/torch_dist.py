@@ -5,6 +5,7 @@ Uneven shards are padded to the largest for the exchange: gloo and NCCL gather e
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import socket
@@ -24,9 +25,8 @@ __all__ = ["TorchComm", "connect", "open_store", "torchrun_place", "use_loopback
 class TorchComm:
     """One rank's end of a process group. See :class:`shoal.comm.base.Comm`."""
 
-    def __init__(self, group: dist.ProcessGroup, owns_world: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._owns_world = owns_world
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -75,8 +75,8 @@ class TorchComm:
         self._group.set_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
-        if self._owns_world:
-            dist.destroy_process_group()
+        if dist.is_initialized():  # at a program's end the world may have gone first
+            dist.destroy_process_group(self._group)
 
 
 def use_loopback(environment: dict[str, str]) -> None:
@@ -115,18 +115,24 @@ def connect(rank: int, size: int, rendezvous: str, device: torch.device, timeout
     prepare_process_group_environment()
     try:
         if not rendezvous:
-            owns_world = not dist.is_initialized()
-            if owns_world:
+            if not dist.is_initialized():
                 dist.init_process_group(backend, timeout=timeout)
-            group = dist.new_group(backend=backend, timeout=timeout)
-            return TorchComm(group, owns_world)
+                # Not sooner: torchrun's store keeps the addresses of a group that was left, and a second
+                # engine would find those. Not never: gloo's threads abort a process that ends with them.
+                atexit.register(_leave_world)
+            return TorchComm(dist.new_group(backend=backend, timeout=timeout))
         host, _, port = rendezvous.rpartition(":")
         store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(f"rank {rank} could not join its group: {error}", rank) from error
     assert dist.group.WORLD is not None
-    return TorchComm(dist.group.WORLD, owns_world=True)
+    return TorchComm(dist.group.WORLD)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def torchrun_place() -> tuple[int, int] | None:

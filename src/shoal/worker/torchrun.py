@@ -35,11 +35,12 @@ class TorchrunExecutor:
     def __init__(self, load: Load) -> None:
         self._load = load
         self._worker = RankWorker()
+        self._control: TorchComm | None = None
         self._channels: dict[int, Channel] = {}  # by rank, from 1
 
     def load(self, report: Report) -> list[RankReport]:
-        control = _control_group()
-        self._channels = _accept(control, self._load.world_size - 1)
+        self._control = _control_group()
+        self._channels = _accept(self._control, self._load.world_size - 1)
         first, *others = make_starts(self._load, "")
         for start in others:
             self._send(start.rank, encode(start), self._load.load_timeout_s)
@@ -70,6 +71,9 @@ class TorchrunExecutor:
             channel.close()
         self._channels = {}
         self._worker.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     def _broadcast(self, message: AllocateKV | Step, timeout_s: float) -> None:
         if not self._channels:
@@ -95,6 +99,8 @@ def serve_rank() -> None:
     sock = socket.create_connection(("127.0.0.1", port))
     sock.sendall(key + control.rank.to_bytes(4, "little"))
     serve(Channel(sock))
+    sock.close()
+    control.close()
 
 
 def _control_group() -> TorchComm:

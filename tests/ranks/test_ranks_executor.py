@@ -1,0 +1,153 @@
+"""Ranks as processes: the same answers as threads, and whoever dies, hangs or cannot load is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.errors import CheckpointError, RankError, UsageError
+from shoal.messages import AllocateKV, StepResult
+from shoal.worker.executor import Executor, Load, ProcessExecutor
+from support import families
+from support.loads import make_load, make_step
+from support.programs import are_gone
+from support.threads import ThreadExecutor
+
+PAGES = AllocateKV(num_blocks=32, block_size=4)
+STEP_TIMEOUT_S = 3.0
+PROMPTS = families.prompts(2, 20, seed=8)
+
+
+def ignore(done: float, total: float) -> None:
+    """Progress nobody looks at."""
+
+
+@pytest.fixture(scope="module")
+def load(families_path: Path) -> Load:
+    return make_load(families.save("llama_9_3", families_path), 2, step_timeout=STEP_TIMEOUT_S)
+
+
+def start(load: Load) -> Iterator[ProcessExecutor]:
+    executor = ProcessExecutor(load)
+    executor.load(ignore)
+    executor.allocate(PAGES)
+    yield executor
+    executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def running(load: Load) -> Iterator[ProcessExecutor]:
+    """One group for the tests that can share it; the last of them ends it."""
+    yield from start(load)
+
+
+@pytest.fixture
+def its_own(load: Load) -> Iterator[ProcessExecutor]:
+    yield from start(load)
+
+
+def pids(executor: ProcessExecutor) -> list[psutil.Process]:
+    return [psutil.Process(rank.process.pid) for rank in executor._ranks]
+
+
+def run(executor: Executor, num_steps: int = 5) -> list[list[tuple[int, int, str | None]]]:
+    """Two prompts and what follows: (sequence, token, error) by step."""
+    out = []
+    tokens: Sequence[Sequence[int]] = PROMPTS
+    starts = [0, 0]
+    for number in range(num_steps):
+        result: StepResult = executor.execute(make_step(number, *zip(starts, tokens, strict=True)))
+        out.append([(token.sequence_id, token.token_id, token.error) for token in result.tokens])
+        starts = [start + len(ids) for start, ids in zip(starts, tokens, strict=True)]
+        ordered = sorted(result.tokens, key=lambda token: token.sequence_id)
+        tokens = [[token.token_id] for token in ordered]
+    return out
+
+
+def test_processes_give_what_threads_give(load: Load, running: ProcessExecutor) -> None:
+    threads = ThreadExecutor(load)
+    threads.load(ignore)
+    threads.allocate(PAGES)
+    try:
+        assert [sorted(step) for step in run(running)] == [sorted(step) for step in run(threads)]
+    finally:
+        threads.shutdown()
+
+
+def test_a_killed_rank_is_noticed_within_a_second_and_its_peer_is_gone(running: ProcessExecutor) -> None:
+    ranks = pids(running)
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        os.kill(ranks[1].pid, signal.SIGKILL)
+
+    timer = threading.Timer(0.2, kill)
+    timer.start()
+    with pytest.raises(RankError, match="rank 1 was killed by signal 9") as caught:
+        while True:
+            run(running)
+    assert time.monotonic() - killed_at[0] < 1
+    assert caught.value.rank == 1
+    assert are_gone(ranks)
+
+
+def test_a_rank_that_hangs_is_noticed_at_the_step_timeout_and_named(its_own: ProcessExecutor) -> None:
+    ranks = pids(its_own)
+    ranks[1].suspend()
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 did not do its part") as caught:
+        run(its_own)
+    assert time.monotonic() - started < STEP_TIMEOUT_S + 0.5
+    assert caught.value.rank == 1
+    assert are_gone(ranks)
+
+
+def test_wrong_input_seen_by_one_rank_only_is_raised_at_once(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other rank waits for it in a collective, and would until the load timeout."""
+    import shoal.worker.executor as module
+
+    def starts(load: Load, rendezvous: str) -> object:
+        first, second = make_starts(load, rendezvous)
+        return [first, type(second)(**{**_fields(second), "model_path": str(damaged)})]
+
+    make_starts = module.make_starts
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in Path(load.model_path).iterdir():
+        data = file.read_bytes()
+        is_weights = file.suffix == ".safetensors"
+        (damaged / file.name).write_bytes(data[: len(data) // 2] if is_weights else data)
+    monkeypatch.setattr(module, "make_starts", starts)
+    spawned: list[psutil.Process] = []
+    monkeypatch.setattr(module, "_spawn", _noting(module._spawn, spawned))
+    executor = ProcessExecutor(dataclasses.replace(load, load_timeout_s=60))
+    started = time.monotonic()
+    with pytest.raises(UsageError) as caught:
+        executor.load(ignore)
+    assert type(caught.value) is CheckpointError
+    assert time.monotonic() - started < 40
+    assert len(spawned) == 2 and are_gone(spawned)
+
+
+def _fields(start: object) -> dict[str, object]:
+    return {name: getattr(start, name) for name in start.__struct_fields__}  # type: ignore[attr-defined]
+
+
+def _noting(spawn: object, spawned: list[psutil.Process]) -> object:
+    def noting(channel_fd: int, life_fd: int) -> object:
+        process = spawn(channel_fd, life_fd)  # type: ignore[operator]
+        spawned.append(psutil.Process(process.pid))
+        return process
+
+    return noting

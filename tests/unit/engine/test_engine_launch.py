@@ -1,0 +1,149 @@
+"""Engines start at the edges of their options, say what does not fit, and leave nothing when they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal.engine.launch as module
+from shoal.config import make_config
+from shoal.engine.launch import _num_blocks, launch
+from shoal.engine.llm import LLM
+from shoal.errors import ConfigError, RankError, RequestError, UsageError
+from shoal.messages import AllocateKV, RankReady, RankReport
+from shoal.sampling_params import SamplingParams
+from support import families
+
+PROMPTS = families.prompts(4, 12, seed=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def engine(folder: Path, family: str, **options: Any) -> LLM:
+    return LLM(str(families.save(family, folder)), **{"kv_cache_memory_bytes": 1 << 20, **options})
+
+
+def tokens(llm: LLM, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 3, "block_size": 1},
+        {"max_num_batched_tokens": 5, "block_size": 4, "num_gpu_blocks_override": 5},
+        {"block_size": 1024, "max_model_len": 20},
+        {"block_size": 64, "num_gpu_blocks_override": 1},
+        {"max_model_len": 18},
+        {"kv_cache_memory_bytes": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama_9_3", "bloom"])
+def test_the_same_tokens_at_every_edge(family: str, options: dict[str, Any], families_path: Path) -> None:
+    """The paged and the padded way, cut as finely and kept as tightly as can be."""
+    model = families.build(family)
+    expected = [families.reference(model, prompt, GREEDY.max_tokens or 0) for prompt in PROMPTS]
+    with engine(families_path, family, **options) as llm:
+        assert tokens(llm) == expected
+
+
+def test_the_cache_bounds_the_length_and_says_so(
+    families_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(families_path, "llama_9_3", num_gpu_blocks_override=1, block_size=8) as llm:
+        assert llm.info.max_model_len == 8
+        with pytest.raises(RequestError, match="max_model_len"):
+            llm.generate([[5] * 8], GREEDY)
+        assert len(tokens(llm, [[5, 6, 7, 8]])[0]) == 4
+    assert "max_model_len is 8, not 256" in caplog.text
+
+
+def test_more_length_than_the_model_was_made_for_is_refused(families_path: Path) -> None:
+    with pytest.raises(ConfigError, match="257 is more than the model was made for") as caught:
+        engine(families_path, "llama_9_3", max_model_len=257)
+    assert caught.value.field == "max_model_len"
+
+
+def report(rank: int, per_token: int, budget: int) -> RankReport:
+    return RankReport(
+        rank=rank,
+        weight_bytes=0,
+        bytes_read=0,
+        load_s=0,
+        kv_bytes_per_token=per_token,
+        kv_budget_bytes=budget,
+    )
+
+
+def blocks(*reports: RankReport, **options: Any) -> int:
+    return _num_blocks(make_config(model="m", block_size=10, max_num_seqs=4, **options), reports, length=95)
+
+
+def test_the_poorest_rank_counts_and_no_more_is_taken_than_can_be_used() -> None:
+    assert blocks(report(0, 8, 800), report(1, 4, 80)) == 2
+    assert blocks(report(0, 8, 1 << 30)) == 4 * 10
+    assert blocks(report(0, 8, 0), num_gpu_blocks_override=7) == 7
+
+
+def test_a_rank_without_kv_heads_bounds_nothing() -> None:
+    assert blocks(report(0, 8, 240), report(1, 0, 0)) == 3
+    assert blocks(report(0, 0, 0)) == 40
+
+
+def test_too_little_memory_is_refused_with_the_rank_and_the_figures() -> None:
+    with pytest.raises(ConfigError, match="rank 1 has 39 bytes for KV pages, a block takes 40"):
+        blocks(report(0, 8, 800), report(1, 4, 39))
+
+
+class FailingExecutor:
+    """Fails in ``stage``; counts its shutdowns."""
+
+    def __init__(self, stage: str, error: Exception) -> None:
+        self.stage, self.error = stage, error
+        self.num_shutdowns = 0
+
+    def load(self, progress: object) -> list[RankReport]:
+        if self.stage == "load":
+            raise self.error
+        return [report(0, 8, 1 << 20)]
+
+    def allocate(self, message: AllocateKV) -> list[RankReady]:
+        if self.stage == "allocate":
+            raise self.error
+        return [RankReady(rank=0, kv_bytes=0)]
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+@pytest.mark.parametrize("stage", ["load", "allocate", "afterwards"])
+def test_a_failing_start_stops_the_ranks(
+    stage: str, families_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = FailingExecutor(stage, RankError("rank 0 was killed by signal 9", 0))
+    monkeypatch.setattr(module, "_executor", lambda *_: executor)
+
+    def fail(*_: object) -> None:
+        raise executor.error
+
+    if stage == "afterwards":
+        monkeypatch.setattr(module, "_announce", fail)
+    config = make_config(model=str(families.save("llama_9_3", families_path)))
+    with pytest.raises(RankError, match="signal 9"):
+        launch(config)
+    assert executor.num_shutdowns == 1
+
+
+def test_pages_that_do_not_fit_the_machine_are_an_error_of_the_rank(families_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 0: making 100000000000 KV blocks"):
+        engine(families_path, "llama_9_3", num_gpu_blocks_override=10**11)
+
+
+def test_inline_carries_one_rank(families_path: Path) -> None:
+    with pytest.raises(UsageError, match="inline carries one rank"):
+        engine(families_path, "llama_9_3", executor="inline", tensor_parallel_size=2)
