@@ -54,3 +54,12 @@ def test_a_model_that_no_way_serves_is_refused_by_name() -> None:
     model.transformer.forward = no_cache
     with pytest.raises(UnsupportedError, match="BloomForCausalLM cannot be served"):
         serve_causal(model, paged_sdpa, CPU)
+
+
+@torch.inference_mode()
+def test_a_model_of_very_few_positions_is_served() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=4)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    assert serve_causal(model, paged_sdpa, CPU).model.way == "paged"
