@@ -6,6 +6,7 @@ Field names are vLLM's where it has one. An unknown field is an error.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -62,6 +63,8 @@ def make_config(**options: Any) -> EngineConfig:
     Raises:
         ConfigError: the first option that is wrong; ``field`` names it.
     """
+    if isinstance(options.get("model"), os.PathLike):
+        options["model"] = os.fspath(options["model"])
     try:
         return EngineConfig(**options)
     except ValidationError as error:

@@ -54,7 +54,17 @@ class ConfigError(UsageError):
 
 
 class RequestError(UsageError):
-    """One request is wrong; nothing else is disturbed."""
+    """One request is wrong; nothing else is disturbed.
+
+    Args:
+        message: what is wrong and how to put it right.
+        field: the request field at fault.
+        index: which of the prompts given together it is, counted from 0; None if there is but one.
+    """
+
+    def __init__(self, message: str, field: str | None = None, index: int | None = None) -> None:
+        super().__init__(message, field)
+        self.index = index
 
 
 class ModelNotFoundError(UsageError):

@@ -16,6 +16,9 @@ from shoal.errors import RequestError
 
 __all__ = ["SamplingParams"]
 
+_MOST_BRANCHES = 16384  # vLLM's bound
+_MOST = 2**31 - 1  # token counts and ids travel as 32-bit integers
+
 _NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -66,19 +69,24 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        if stop is None:
-            stop = ()
-        elif isinstance(stop, str):
-            stop = (stop,)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        ids = self.stop_token_ids or ()
+        _require(isinstance(stop, (list, tuple, set)), "stop", f"must be a string or a list, got {stop!r}")
+        _require(isinstance(ids, (list, tuple, set)), "stop_token_ids", f"must be a list, got {ids!r}")
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        bias = self.logit_bias
+        _require(bias is None or isinstance(bias, Mapping), "logit_bias", f"must be a mapping, got {bias!r}")
+        if bias is not None:
+            object.__setattr__(self, "logit_bias", dict(bias))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, f"must be true or false, got {value!r}")
         self._check()
 
     def _check(self) -> None:
-        _require(_integer(self.n) and self.n >= 1, "n", f"must be an integer of at least 1, got {self.n!r}")
+        n_is_right = _integer(self.n) and 1 <= self.n <= _MOST_BRANCHES
+        _require(n_is_right, "n", f"must be an integer from 1 to {_MOST_BRANCHES}, got {self.n!r}")
         t = self.temperature
         _require(
             t is None or (_number(t) and t >= 0),
@@ -89,9 +97,9 @@ class SamplingParams:
         _require(p is None or (_number(p) and 0 < p <= 1), "top_p", f"must lie in (0, 1], got {p!r}")
         k = self.top_k
         _require(
-            k is None or (_integer(k) and k >= -1),
+            k is None or (_integer(k) and -1 <= k <= _MOST),
             "top_k",
-            f"must be an integer of at least -1 (0 or -1 means all), got {k!r}",
+            f"must be an integer from -1 to {_MOST} (0 or -1 means all), got {k!r}",
         )
         m = self.min_p
         _require(m is None or (_number(m) and 0 <= m <= 1), "min_p", f"must lie in [0, 1], got {m!r}")
@@ -106,14 +114,14 @@ class SamplingParams:
             f"must be a 64-bit integer, got {self.seed!r}",
         )
         _require(
-            self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (_integer(self.max_tokens) and 1 <= self.max_tokens <= _MOST),
             "max_tokens",
-            f"must be an integer of at least 1, got {self.max_tokens!r}",
+            f"must be an integer from 1 to {_MOST}, got {self.max_tokens!r}",
         )
         _require(
-            _integer(self.min_tokens) and self.min_tokens >= 0,
+            _integer(self.min_tokens) and 0 <= self.min_tokens <= _MOST,
             "min_tokens",
-            f"must be an integer of at least 0, got {self.min_tokens!r}",
+            f"must be an integer from 0 to {_MOST}, got {self.min_tokens!r}",
         )
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,

@@ -49,6 +49,7 @@ class CountingExecutor:
         self.before: Callable[[], None] = lambda: None  # called in every step: to wait or to raise in
         self.death: Exception | None = None  # what a look between steps finds
         self.num_shutdowns = 0
+        self.is_interruptible = False
 
     def load(self, report: Report) -> list[RankReport]:
         return []

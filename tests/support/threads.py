@@ -18,6 +18,8 @@ Result = TypeVar("Result")
 class ThreadExecutor:
     """An executor (see :class:`shoal.worker.executor.Executor`) whose ranks are threads."""
 
+    is_interruptible = False
+
     def __init__(self, load: Load) -> None:
         self._load = load
         self._group = SimulatedGroup(load.world_size, timeout_s=120)

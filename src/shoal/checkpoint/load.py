@@ -167,6 +167,9 @@ def _read(name: str, source: Lazy, meta: torch.Tensor, target: _Target) -> torch
         raise CheckpointError(f"{name}: {error}") from error
     ranges: Ranges = {} if part is None else {part.dim % max(len(whole), 1): part.ranges}
     inside = all(0 <= a <= b <= whole[dim] for dim, kept in ranges.items() for a, b in kept)
+    size = None if part is None else getattr(part, "size", None)
+    if part is not None and size is not None:
+        inside = inside and whole[part.dim % max(len(whole), 1)] == size
     if not inside or sliced_shape(whole, ranges) != tuple(meta.shape):
         kept = f" of which {[list(kept) for kept in ranges.values()]} are kept" if ranges else ""
         raise CheckpointError(

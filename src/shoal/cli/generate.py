@@ -16,7 +16,7 @@ from shoal.cli.output import check_writable, print_json, print_lines, to_jsonl, 
 from shoal.cli.prompts import PromptLine, gather_prompts
 from shoal.config import EngineConfig, make_config
 from shoal.engine.outputs import RequestOutput
-from shoal.errors import EngineError, UsageError
+from shoal.errors import EngineError, RequestError, UsageError
 from shoal.sampling_params import SamplingParams
 
 __all__ = ["OfflineEngine", "app", "generate", "run_all"]
@@ -111,14 +111,25 @@ def run_all(engine: OfflineEngine, lines: Sequence[PromptLine]) -> list[RequestO
             def on_finish(done: int, already: int = already) -> None:
                 show(already + done)
 
-            if is_chat:
-                done = engine.chat([lines[index].messages for index in indices], params, on_finish)
-            else:
-                done = engine.generate([_prompt(lines[index]) for index in indices], params, on_finish)
+            with _naming([lines[index] for index in indices]):
+                if is_chat:
+                    done = engine.chat([lines[index].messages for index in indices], params, on_finish)
+                else:
+                    done = engine.generate([_prompt(lines[index]) for index in indices], params, on_finish)
             if not done:
                 return []
             outputs.update(zip(indices, done, strict=True))
     return [outputs[index] for index in range(len(lines))]
+
+
+@contextmanager
+def _naming(lines: Sequence[PromptLine]) -> Iterator[None]:
+    """A refusal by the engine says where the prompt stands."""
+    try:
+        yield
+    except RequestError as error:
+        line = lines[error.index or 0]
+        raise RequestError(f"{line.place}{error.__cause__ or error}", error.field) from None
 
 
 def _open(config: EngineConfig) -> AbstractContextManager[OfflineEngine]:

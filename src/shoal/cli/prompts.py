@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,6 +29,7 @@ class PromptLine:
     given: str | list[int] | list[dict[str, Any]]  # as the user gave it
     params: SamplingParams
     is_chat: bool = False
+    place: str = ""  # where it stands, for messages: "--input F: line 3: "
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -91,7 +92,7 @@ def _of_file(file: Path, sampling: Mapping[str, Any], chat: bool) -> Iterator[Pr
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             try:
-                yield _of_line(line, sampling, chat)
+                yield replace(_of_line(line, sampling, chat), place=f"--input {file}: line {number}: ")
             except (ValueError, RecursionError) as error:  # UsageError and JSONDecodeError are ValueErrors
                 raise UsageError(f"--input {file}: line {number}: {error}") from None
 

@@ -100,6 +100,17 @@ class EngineCore:
         """
         self.executor.check()
 
+    def recover(self) -> bool:
+        """After a step that was interrupted: forget the step in flight if the ranks are as good as before.
+
+        Returns:
+            whether they are; every unfinished request then starts over.
+        """
+        if not self.executor.is_interruptible:
+            return False
+        self._scheduler.reset()
+        return True
+
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         scheduler, counters = self._scheduler.stats, self._counters

@@ -23,6 +23,8 @@ from shoal.sampling_params import SamplingParams
 
 __all__ = ["AsyncLLM"]
 
+_LONG_TEXT = 1 << 14  # characters; so many take some 10 ms to tokenise
+
 
 class AsyncLLM:
     """An engine on a thread of its own; see :class:`shoal.engine.protocol.Frontend`.
@@ -96,7 +98,7 @@ class AsyncLLM:
     async def stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
     ) -> AsyncGenerator[RequestDelta, None]:
-        _, prompt_ids = self._tokenizer.resolve_prompt(prompt)
+        _, prompt_ids = await self._resolve(prompt)
         async with aclosing(self._stream(prompt_ids, params, request_id or uuid.uuid4().hex)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -105,7 +107,7 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request as it stands after each delta, vLLM's shape: texts and ids grow until ``finished``."""
-        text, prompt_ids = self._tokenizer.resolve_prompt(prompt)
+        text, prompt_ids = await self._resolve(prompt)
         params = sampling_params or SamplingParams()
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, prompt_ids, params)
@@ -120,6 +122,13 @@ class AsyncLLM:
         if timeout_s:
             await asyncio.to_thread(self._loop.drain, timeout_s)
         await asyncio.to_thread(self._loop.stop)
+
+    async def _resolve(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt; a long one is tokenised off the event loop, which has other clients."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._tokenizer.resolve_prompt, prompt)
+        return self._tokenizer.resolve_prompt(prompt)
 
     async def _stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str

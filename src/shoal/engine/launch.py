@@ -21,9 +21,9 @@ from shoal.engine.core import EngineCore
 from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defaults
 from shoal.engine.protocol import EngineInfo
 from shoal.engine.text import Tokenizer
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.messages import AllocateKV, RankReady, RankReport
-from shoal.model.build import causal_class, load_config, model_length
+from shoal.model.build import causal_class, load_config, model_length, steady_length
 from shoal.plan.types import Plan
 from shoal.prove.prove import plan_and_prove
 from shoal.sched.scheduler import Scheduler
@@ -91,6 +91,16 @@ def _model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     """Tokens of one sequence, as far as the model goes."""
     own = model_length(hf_config.get_text_config())
     asked = config.max_model_len
+    steady = steady_length(hf_config.get_text_config())
+    if steady is not None and (asked or own or 0) > steady:
+        if asked is not None:
+            raise UnsupportedError(
+                f"max_model_len: this model's longrope changes every position's embedding beyond {steady} "
+                f"tokens, which is not built; pass at most {steady}",
+                field="max_model_len",
+            )
+        _log.warning("max_model_len is %d, not %s: beyond it longrope is not built", steady, own)
+        return steady
     if own is None and asked is None:
         _log.info("max_model_len is %d: the model's config does not say how long it may be", _UNKNOWN_LENGTH)
         return _UNKNOWN_LENGTH

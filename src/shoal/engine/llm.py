@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -93,14 +94,18 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters cannot be served; none is.
             QueueFullError: more prompts than ``max_num_queued_requests`` lets wait; none is served.
-            EngineDeadError: the ranks are gone. A Ctrl-C in the middle of a step costs them, too.
+            EngineDeadError: the ranks are gone. A Ctrl-C in the middle of a step costs ranks that are
+                processes of their own.
         """
         if self._serve_instead():
             return []
         many = _listed(prompts)
         params = _each(sampling_params, len(many))
         core = self._running()
-        resolved = [core.tokenizer.resolve_prompt(prompt) for prompt in many]
+        resolved = []
+        for index, prompt in enumerate(many):
+            with _naming(index, len(many)):
+                resolved.append(core.tokenizer.resolve_prompt(prompt))
         with self._lock:
             if self._is_running:
                 raise EngineError("generate was called from an on_finish of its own; call it afterwards")
@@ -160,10 +165,11 @@ class LLM:
         collectors: dict[str, Collector] = {}
         done = 0
         try:
-            for (text, ids), one in zip(resolved, params, strict=True):
+            for index, ((text, ids), one) in enumerate(zip(resolved, params, strict=True)):
                 request_id = str(self._next_id)
                 self._next_id += 1
-                core.submit(request_id, ids, one)
+                with _naming(index, len(resolved)):
+                    core.submit(request_id, ids, one)
                 collectors[request_id] = Collector(request_id, text, ids, one)
             while core.has_work:
                 for delta in self._step(core):
@@ -186,7 +192,8 @@ class LLM:
             self._give_up(f"the engine has failed: {error}")
             raise EngineDeadError(self._why_dead) from error
         except BaseException:
-            self._give_up("the engine was interrupted in the middle of a step; make a new one")
+            if not core.recover():
+                self._give_up("the engine was interrupted in the middle of a step; make a new one")
             raise
 
     def _give_up(self, why: str) -> None:
@@ -208,13 +215,31 @@ class LLM:
         return self._core
 
 
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """A refusal of one of several prompts says which."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"prompts[{index}]: {error}", error.field, index) from error
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list; a list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if hasattr(prompts, "tolist"):  # an array or a tensor: one prompt, or one a row
+        prompts = prompts.tolist()
+    try:
+        many = list(prompts)
+    except TypeError:
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts: must be a prompt or a list of them, got {kind}", "prompts") from None
+    if many and all(hasattr(item, "__index__") for item in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
 
 
 def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

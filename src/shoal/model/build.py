@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from shoal.errors import ModelNotFoundError, UnsupportedError
 from shoal.plan.skeleton import BigOnMeta
 
-__all__ = ["build_empty", "causal_class", "load_config", "model_length"]
+__all__ = ["build_empty", "causal_class", "load_config", "model_length", "steady_length"]
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -24,7 +24,7 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig
     """
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # config classes validate themselves, each raising what it likes
         raise ModelNotFoundError(
             f"model: {path}/config.json cannot be read: {error}", field="model"
         ) from error
@@ -70,6 +70,22 @@ def build_empty(
     with BigOnMeta():
         model = model_class._from_config(config, attn_implementation="eager", dtype=dtype)
     return model.eval().requires_grad_(False)
+
+
+def steady_length(config: PreTrainedConfig) -> int | None:
+    """Positions up to which a token's rotary embedding depends on its own position alone; None: always.
+
+    With ``longrope``, transformers takes other frequencies for the whole call as soon as any position in it
+    reaches ``original_max_position_embeddings`` (modeling_rope_utils): in a batch, one request's length
+    would change another's numbers.
+    """
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limits = []
+    for entry in (parameters, *parameters.values()):
+        if isinstance(entry, dict) and "longrope" in (entry.get("rope_type"), entry.get("type")):
+            own = entry.get("original_max_position_embeddings")
+            limits.append(own or getattr(config, "original_max_position_embeddings", None))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def model_length(config: PreTrainedConfig) -> int | None:

@@ -82,6 +82,12 @@ def serve_causal(module: PreTrainedModel, kernel: PagedKernel, device: torch.dev
     lengths = [min(length, longest) for length in _LENGTHS]
     prompts = [[(7 * i + 3 * n) % vocabulary for i in range(n)] for n in lengths]
     expected = _reference(module, prompts, device)
+    if not all(bool(torch.isfinite(logits).all()) for logits in expected):
+        raise UnsupportedError(
+            f"model: {type(module).__name__}'s logits are not finite in {module.dtype}: damaged weights, "
+            "or a dtype too narrow for them (try --dtype float32)",
+            field="model",
+        )
     notes: list[str] = []
     for way in (PagedCausal, PaddedCausal):
         module.config._attn_implementation = "eager"  # PagedCausal sets its own

@@ -76,7 +76,7 @@ def slices(plan: Plan, model: nn.Module, rank: int) -> dict[str, TensorSlice]:
         size = getattr(module, attribute).shape[dim]
         if size != split.size:
             raise PlanError(f"{name}: dimension {dim} is {size} long, the plan was made for {split.size}")
-        found[name] = TensorSlice(dim, split.ranges[rank])
+        found[name] = TensorSlice(dim, split.ranges[rank], size)
     return found
 
 

@@ -76,6 +76,7 @@ class TensorSlice:
 
     dim: int
     ranges: tuple[Range, ...]
+    size: int | None = None  # of the whole tensor along ``dim``; None: whatever holds the ranges
 
     @property
     def length(self) -> int:

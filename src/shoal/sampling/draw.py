@@ -53,6 +53,12 @@ def draw(scores: torch.Tensor, specs: Sequence[SamplingSpec], keys: torch.Tensor
     return tokens
 
 
+# Python's floats reach beyond float32's: a temperature of infinity would turn a barred -inf into NaN, and a
+# top_p of 0 would drop the most likely token, too.
+_HOTTEST = torch.finfo(torch.float32).max
+_LEAST = torch.finfo(torch.float32).tiny
+
+
 @dataclass(frozen=True, slots=True)
 class _Filters:
     """The rows' parameters, each float32 [rows, 1]; a value that drops nothing where one is unset."""
@@ -70,10 +76,10 @@ class _Filters:
             return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
 
         return cls(
-            temperature=column([s.temperature for s in specs]),
+            temperature=column([min(s.temperature, _HOTTEST) for s in specs]),
             floor=column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in specs]),
             top_k=column([s.top_k if 0 < s.top_k < vocab else vocab for s in specs]),
-            top_p=column([s.top_p if s.top_p < 1 else math.inf for s in specs]),
+            top_p=column([max(s.top_p, _LEAST) if s.top_p < 1 else math.inf for s in specs]),
         )
 
     def __getitem__(self, rows: torch.Tensor) -> _Filters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -57,7 +58,9 @@ async def create_chat_completion(request: Request) -> Response:
     model = state.model_name(body.model)
     messages = text_messages(body.messages)
     params = body.sampling_params()
-    prompt = state.serving().render_chat(
+    # A long conversation takes seconds to tokenise; the event loop has other clients.
+    prompt = await asyncio.to_thread(
+        state.serving().render_chat,
         messages,
         add_generation_prompt=body.add_generation_prompt,
         **_template_arguments(body.chat_template_kwargs or {}),

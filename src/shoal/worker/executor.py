@@ -82,6 +82,11 @@ class Executor(Protocol):
         """
         ...
 
+    @property
+    def is_interruptible(self) -> bool:
+        """Whether a Ctrl-C in the middle of :meth:`execute` leaves the ranks as good as before."""
+        ...
+
     def check(self) -> None:
         """Between steps: whether the ranks are still there, as far as that can be seen without asking.
 
@@ -127,6 +132,8 @@ def inline_errors(rank: int, what: str) -> Iterator[None]:
 
 class InlineExecutor:
     """The only rank, in this process."""
+
+    is_interruptible = True  # a rank keeps nothing between steps
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -223,6 +230,8 @@ def _stderr_or_null() -> int:
 
 class ProcessExecutor:
     """Every rank in a process of its own on this host."""
+
+    is_interruptible = False  # answers that nobody took would be taken for the next step's
 
     def __init__(self, load: Load) -> None:
         self._load = load

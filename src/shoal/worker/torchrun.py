@@ -32,6 +32,8 @@ _SHUTDOWN_S = 10.0
 class TorchrunExecutor:
     """Rank 0's end: one rank in this process, the rest behind sockets."""
 
+    is_interruptible = False
+
     def __init__(self, load: Load) -> None:
         self._load = load
         self._worker = RankWorker()

@@ -168,7 +168,7 @@ def test_sampling_flags_reach_the_engine(run, llm):
         ({"prompt": "a", "temprature": 1}, "line 2: temprature: no such field"),
         ({"prompt": "a", "temperature": -1}, "line 2: temperature"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "line 2: logit_bias"),
-        ({"prompt": "a", "stop_token_ids": 5}, "line 2: a sampling field is malformed"),
+        ({"prompt": "a", "stop_token_ids": 5}, "line 2: stop_token_ids: must be a list"),
         ({"prompt": "a", "logprobs": 1}, "line 2: logprobs: no such field"),
     ],
 )

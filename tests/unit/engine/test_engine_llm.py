@@ -147,6 +147,29 @@ def test_an_interrupt_within_a_step_ends_the_engine_and_says_so(llm: LLM, execut
         texts(llm, "a")
 
 
+def test_an_interrupt_within_a_step_of_a_rank_in_this_process_costs_only_the_request(
+    llm: LLM, executor: CountingExecutor
+) -> None:
+    executor.is_interruptible = True
+
+    def interrupt() -> None:
+        executor.before = lambda: None
+        raise KeyboardInterrupt
+
+    executor.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        texts(llm, "a")
+    assert executor.num_shutdowns == 0
+    assert texts(llm, "a") == texts(llm, "a")
+    assert llm.stats().num_running == 0
+
+
+def test_a_refused_prompt_of_several_is_named(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt") as caught:
+        llm.generate(["a", "", "b"])
+    assert caught.value.index == 1
+
+
 def test_shut_down_twice_is_once(llm: LLM, executor: CountingExecutor) -> None:
     with llm:
         texts(llm, "a")

@@ -63,3 +63,11 @@ def test_a_model_of_very_few_positions_is_served() -> None:
     config = transformers.GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=4)
     model = transformers.GPT2LMHeadModel(config).eval()
     assert serve_causal(model, paged_sdpa, CPU).model.way == "paged"
+
+
+@torch.inference_mode()
+def test_weights_that_are_not_numbers_are_said_to_be() -> None:
+    model = families.build("llama")
+    model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UnsupportedError, match="not finite"):
+        serve_causal(model, paged_sdpa, CPU)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.messages import SequenceStep, TokenResult, pack_ids
+from shoal.messages import SamplingSpec, SequenceStep, TokenResult, pack_ids
 from shoal.sampling import sample
 
 VOCAB = 300
@@ -223,3 +223,21 @@ def test_a_temperature_too_small_to_matter_is_greedy() -> None:
 
 def test_no_sequences_give_no_results() -> None:
     assert sample(torch.empty(0, VOCAB), []) == ()
+
+
+def test_values_beyond_float32_are_taken_as_its_extremes() -> None:
+    """A top_p of 1e-300 keeps the most likely token; a temperature of 1e300 never draws a barred one."""
+    logits = torch.zeros(1, 5)
+    logits[0, 3] = 4.0
+    narrow = SamplingSpec(temperature=1.0, top_p=1e-300, seed=1)
+    assert [token.token_id for token in sample(logits, [_sequence(narrow)])] == [3]
+    for seed in range(20):
+        hot = SamplingSpec(temperature=1e300, seed=seed, min_tokens=5, stop_ids=(4,))
+        (token,) = sample(logits, [_sequence(hot)])
+        assert token.error is None and token.token_id != 4
+
+
+def _sequence(spec: SamplingSpec) -> SequenceStep:
+    return SequenceStep(
+        sequence_id=1, start=0, token_ids=pack_ids([1]), block_ids=pack_ids([0]), sampling=spec
+    )
