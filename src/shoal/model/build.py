@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shoal.errors import ModelNotFoundError, UnsupportedError
-from shoal.plan.skeleton import BigOnMeta
+from shoal.plan.skeleton import BigOnMeta, building
 
 __all__ = ["build_empty", "causal_class", "load_config", "model_length", "steady_length"]
 
@@ -67,7 +67,7 @@ def build_empty(
     """
     config = copy.deepcopy(config)
     config.dtype = dtype
-    with BigOnMeta():
+    with building(), BigOnMeta():
         model = model_class._from_config(config, attn_implementation="eager", dtype=dtype)
     return model.eval().requires_grad_(False)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,17 @@ from shoal.errors import PlanError
 from shoal.plan.linears import is_linear
 from shoal.plan.random import OwnRandom, fills_randomly, own_random
 
-__all__ = ["BigOnMeta", "Cut", "build_on_meta", "build_probe", "build_with_generator", "cut_depth"]
+__all__ = [
+    "BigOnMeta",
+    "Cut",
+    "build_on_meta",
+    "build_probe",
+    "build_with_generator",
+    "building",
+    "cut_depth",
+]
+
+_BUILDING = threading.RLock()
 
 _BIG = 1 << 16  # elements from which uninitialised memory goes to meta
 _BIG_CONSTANT = 1 << 24  # the same for zeros and ones, which may be masks that are read
@@ -62,9 +74,18 @@ def private_config(config: Any, attention: str = "eager") -> Any:
     return own
 
 
+@contextmanager
+def building() -> Iterator[None]:
+    """One model at a time in this process: transformers' constructors set the default dtype and replace
+    ``torch.nn.init`` functions for a while, globally, and two threads that do so leave them replaced.
+    """
+    with _BUILDING:
+        yield
+
+
 def build_on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
     """The whole model, every tensor on meta: names, shapes and ties, no storage."""
-    with torch.device("meta"):
+    with building(), torch.device("meta"):
         return model_class(private_config(config)).eval()
 
 
@@ -72,7 +93,7 @@ def build_with_generator(
     model_class: type[nn.Module], config: Any, generator: torch.Generator, attention: str = "eager"
 ) -> nn.Module:
     """The model with real, random weights; the thread's own random state is left alone."""
-    with OwnRandom(generator):
+    with building(), OwnRandom(generator):
         return model_class(private_config(config, attention)).eval()
 
 
@@ -83,7 +104,7 @@ def build_probe(model_class: type[nn.Module], config: Any) -> nn.Module:
     for gradients; rotary tables and masks hold what the model computed.
     """
     generator = torch.Generator().manual_seed(1)
-    with own_random(), BigOnMeta():
+    with building(), own_random(), BigOnMeta():
         model = model_class(private_config(config)).eval()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from shoal.attention.base import AttentionBatch, LayerPages, Variant
 from shoal.attention.sdpa import paged_sdpa
@@ -58,8 +59,6 @@ def test_a_model_that_no_way_serves_is_refused_by_name() -> None:
 
 @torch.inference_mode()
 def test_a_model_of_very_few_positions_is_served() -> None:
-    import transformers
-
     config = transformers.GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=4)
     model = transformers.GPT2LMHeadModel(config).eval()
     assert serve_causal(model, paged_sdpa, CPU).model.way == "paged"
@@ -71,3 +70,20 @@ def test_weights_that_are_not_numbers_are_said_to_be() -> None:
     model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(UnsupportedError, match="not finite"):
         serve_causal(model, paged_sdpa, CPU)
+
+
+def test_models_built_by_several_threads_leave_torch_as_it_was() -> None:
+    """transformers' constructors replace global functions for a while; here one model is built at a time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from shoal.model.build import build_empty
+
+    config = families.CONFIGS["llama"]()
+    functions = dict(vars(torch.nn.init))
+    with ThreadPoolExecutor(8) as pool:
+        built = [
+            pool.submit(build_empty, transformers.LlamaForCausalLM, config, torch.float32) for _ in range(40)
+        ]
+    assert all(future.result().device.type in ("meta", "cpu") for future in built)
+    assert dict(vars(torch.nn.init)) == functions
+    assert torch.get_default_dtype() is torch.float32
