@@ -144,6 +144,16 @@ def _causal_mask(tokens: int, length: int, window: int | None, device: torch.dev
     return visible
 
 
+def _for_every_head(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value with a head for each query head."""
+    repeat = query.shape[1] // key.shape[1]
+    if repeat == 1:
+        return key, value
+    return key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+
+
 def _sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -152,9 +162,7 @@ def _sdpa(
     variant: Variant,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if query.shape[1] != key.shape[1]:
-        repeat = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    key, value = _for_every_head(query, key, value)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=variant.scale
     )
@@ -168,9 +176,7 @@ def _eager(
     variant: Variant,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if query.shape[1] != key.shape[1]:
-        repeat = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    key, value = _for_every_head(query, key, value)
     scores = (query @ key.transpose(-1, -2)).to(
         torch.promote_types(query.dtype, torch.float32)
     ) * variant.scale
