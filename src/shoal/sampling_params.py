@@ -82,9 +82,10 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, f"must be true or false, got {value!r}")
-        self._check()
+        self._check_shape()
+        self._check_lengths_and_ids()
 
-    def _check(self) -> None:
+    def _check_shape(self) -> None:
         n_is_right = _integer(self.n) and 1 <= self.n <= _MOST_BRANCHES
         _require(n_is_right, "n", f"must be an integer from 1 to {_MOST_BRANCHES}, got {self.n!r}")
         t = self.temperature
@@ -108,6 +109,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             v = getattr(self, name)
             _require(_number(v) and -2 <= v <= 2, name, f"must lie in [-2, 2], got {v!r}")
+
+    def _check_lengths_and_ids(self) -> None:
         _require(
             self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**63),
             "seed",
