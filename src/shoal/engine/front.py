@@ -116,6 +116,12 @@ class AsyncLLM:
                 collector.push(delta)
                 yield collector.output()
 
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
     async def shutdown(self, timeout_s: float | None = None) -> None:
         """Refuse new requests, let running ones finish for ``timeout_s`` seconds (None: not at all), stop."""
         self._draining = True

@@ -214,3 +214,13 @@ def test_a_dropped_engine_stops_its_thread_and_its_ranks(
     gc.collect()
     assert executor.num_shutdowns == 1
     assert not any(thread.is_alive() for thread in before)
+
+
+def test_as_a_context_manager_it_shuts_down_at_the_end(open_engine: Open, executor: CountingExecutor) -> None:
+    async def test() -> None:
+        async with open_engine() as engine:
+            assert await text_of(engine, "a", SamplingParams(max_tokens=2)) == "bc"
+        assert not engine.is_alive
+        assert executor.num_shutdowns == 1
+
+    run(test)
