@@ -21,10 +21,10 @@ __all__ = ["PaddedBatch", "dense_cache", "measuring_cache"]
 
 @dataclass(slots=True)
 class PaddedBatch:
-    """Where a left-padded batch's tokens live. B rows, Q new columns, L columns in all."""
+    """Where a left-padded batch's tokens live. B rows, Q new columns each, L columns in all."""
 
-    new: torch.Tensor  # [B, Q] bool: which of the Q columns are real tokens
-    slots: torch.Tensor  # [real tokens] int64, in row-major order of ``new``
+    new: int  # Q: the tokens that every row brings
+    slots: torch.Tensor  # [B * Q] int64: where their keys and values go, row by row
     past: torch.Tensor  # [B, L - Q] int64: the slot of each earlier column, 0 where it is padding
     length: int  # L
 
@@ -50,7 +50,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             return key_states, value_states
         batch = self._batch
         keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        paging.write(self._pages, keys[batch.new], values[batch.new], batch.slots)
+        paging.write(self._pages, keys.flatten(0, 1), values.flatten(0, 1), batch.slots)
         if batch.length == keys.shape[1]:
             return key_states, value_states
         past_keys = self._pages.keys.flatten(0, 1)[batch.past]
@@ -67,7 +67,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Columns before the new ones."""
-        return 0 if self._batch is None else self._batch.length - self._batch.new.shape[1]
+        return 0 if self._batch is None else self._batch.length - self._batch.new
 
     def get_max_length(self) -> int:
         return -1

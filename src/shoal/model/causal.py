@@ -164,8 +164,7 @@ class PaddedCausal:
             if row.start:
                 slots = (row.block_ids[:, None] * batch.block_size + offsets).flatten()
                 past[index, -row.start :] = slots[: row.start]
-        real = torch.ones(len(rows), new, dtype=torch.bool, device=device)
-        padded = PaddedBatch(real, batch.slots[tokens.flatten()], past, length)
+        padded = PaddedBatch(new, batch.slots[tokens.flatten()], past, length)
         cache = dense_cache(self._pages, padded)
         ids, positions = batch.ids[tokens], batch.positions[tokens]
         return self._call(ids, positions, None, attention_mask=mask, **self._cached(cache))
