@@ -1,7 +1,4 @@
-"""Collectives over torch.distributed: gloo between CPU ranks, NCCL between CUDA ranks. Knows no model.
-
-Uneven shards are padded to the largest for the exchange: gloo and NCCL gather equal pieces only.
-"""
+"""Collectives over torch.distributed: gloo between CPU ranks, NCCL between CUDA ranks. Knows no model."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shoal.comm.environment import prepare_process_group_environment
+from shoal.comm.uneven import gather_uneven
 from shoal.errors import RankError
 
 __all__ = ["TorchComm", "connect", "open_store", "torchrun_place", "use_loopback"]
@@ -39,22 +37,13 @@ class TorchComm:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-        if len(sizes) != self.size or tensor.shape[dim] != sizes[self.rank]:
-            raise RankError(
-                f"all_gather: rank {self.rank} brings {tensor.shape[dim]} along dimension {dim}, "
-                f"promised were {list(sizes)}",
-                self.rank,
-            )
-        moved = tensor.movedim(dim, 0)
-        mine = moved.new_zeros(max(sizes), *moved.shape[1:])
-        mine[: moved.shape[0]] = moved
-        pieces = [torch.empty_like(mine) for _ in sizes]
-        try:
-            dist.all_gather(pieces, mine, group=self._group)
-        except RuntimeError as error:
-            raise RankError(f"all_gather: {error}") from error
-        shards = [piece[:size].movedim(0, dim) for piece, size in zip(pieces, sizes, strict=True)]
-        return torch.cat(shards, dim)
+        def gather(pieces: list[torch.Tensor], mine: torch.Tensor) -> None:
+            try:
+                dist.all_gather(pieces, mine, group=self._group)
+            except RuntimeError as error:
+                raise RankError(f"all_gather: {error}") from error
+
+        return gather_uneven(tensor, sizes, dim, self.rank, gather)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         tensor = tensor.contiguous()

@@ -91,6 +91,14 @@ class Device(Protocol):
         """Whether its hardware computes in ``dtype``."""
         ...
 
+    def random_state(self) -> torch.Tensor | None:
+        """The state of its own random generator, uint8 on the CPU; None if it has none beside the CPU's."""
+        ...
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Go on drawing from a state of :meth:`random_state`."""
+        ...
+
 
 class DtypeChoice(NamedTuple):
     """A dtype by its torch name, and one line that says why."""

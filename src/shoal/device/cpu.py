@@ -89,3 +89,9 @@ class CpuDevice:
 
     def supports(self, dtype: torch.dtype) -> bool:
         return True
+
+    def random_state(self) -> torch.Tensor | None:
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        raise AssertionError("a CPU has no random generator of its own")

@@ -70,6 +70,13 @@ class AcceleratorDevice:
             return bool(torch.cuda.get_device_capability(self.index) >= (8, 0)) or _is_hip()
         return True
 
+    def random_state(self) -> torch.Tensor | None:
+        state: torch.Tensor = _backend(self.kind).get_rng_state(self.index)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        _backend(self.kind).set_rng_state(state, self.index)
+
 
 def _is_hip() -> bool:
     return torch.version.hip is not None  # AMD's capabilities are numbered otherwise

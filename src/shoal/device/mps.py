@@ -62,3 +62,9 @@ class MpsDevice:
         if dtype is torch.bfloat16:
             return torch.backends.mps.is_macos_or_newer(14, 0)
         return dtype is not torch.float64
+
+    def random_state(self) -> torch.Tensor | None:
+        return torch.mps.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.mps.set_rng_state(state)

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.checkpoint.progress import Report
@@ -29,6 +26,7 @@ from shoal.messages import (
     StepResult,
     encode,
 )
+from shoal.process.child import Child, spawn
 from shoal.worker.channel import Channel
 from shoal.worker.rank import RankWorker
 from shoal.worker.replies import Answer, gather_replies
@@ -166,66 +164,19 @@ class InlineExecutor:
         return self._worker
 
 
-class RankProcess:
-    """One rank's process and the channel to it.
-
-    The child also inherits the read end of a pipe whose write end only this process holds: when this
-    process is gone, however it went, the child reads the end of file and exits.
-    """
+class RankProcess(Child):
+    """One rank's process and the channel to it."""
 
     def __init__(self, rank: int) -> None:
+        super().__init__(_spawn)
         self.rank = rank
-        ours, theirs = socket.socketpair()
-        life_read, self._life_write = os.pipe()
-        self.channel = Channel(ours)
-        try:
-            self.process = _spawn(theirs.fileno(), life_read)
-        except BaseException:
-            self._close()
-            raise
-        finally:
-            theirs.close()
-            os.close(life_read)
-
-    def stop(self, deadline: float) -> None:
-        """Wait for the process until ``deadline`` (monotonic), then kill it."""
-        try:
-            self.process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._close()
-
-    def _close(self) -> None:
-        self.channel.close()
-        if self._life_write >= 0:
-            os.close(self._life_write)
-            self._life_write = -1
+        self.channel = Channel(self.socket)
 
 
 def _spawn(channel_fd: int, life_fd: int) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     use_loopback(environment)
-    # Found from wherever the caller's program runs, installed or not.
-    package_root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (package_root, environment.get("PYTHONPATH")) if p)
-    return subprocess.Popen(
-        [sys.executable, "-m", "shoal.worker", str(channel_fd), str(life_fd)],
-        env=environment,
-        pass_fds=(channel_fd, life_fd),
-        stdin=subprocess.DEVNULL,
-        stdout=_stderr_or_null(),
-        start_new_session=True,  # Ctrl-C in a terminal is the engine's to handle
-    )
-
-
-def _stderr_or_null() -> int:
-    """A rank's stdout goes to stderr, so that ours carries only what the user asked for."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
+    return spawn("shoal.worker", channel_fd, life_fd, environment)
 
 
 class ProcessExecutor:
@@ -306,12 +257,7 @@ class ProcessExecutor:
         return gather_replies(channels, answer, timeout_s, self._obituary, report)
 
     def _obituary(self, rank: int) -> str:
-        try:
-            status = self._ranks[rank].process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            return f"rank {rank} closed its channel"
-        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        return f"rank {rank} {how}"
+        return f"rank {rank} {self._ranks[rank].obituary()}"
 
     def _kill(self) -> None:
         for rank in self._ranks:

@@ -40,7 +40,7 @@ from shoal.messages import (
 from shoal.model.base import ServedModel
 from shoal.model.build import build_empty, causal_class, load_config, model_length
 from shoal.model.choose import serve_causal
-from shoal.plan.slices import slices
+from shoal.plan.slices import slices, zero_names
 from shoal.plan.types import Plan
 from shoal.shard.apply import shard
 from shoal.worker.runner import Runner
@@ -101,12 +101,12 @@ class RankWorker:
         comm = self._comm = self._comm or self._join(config, start, device)
         module = build_empty(model_class, hf_config, self._dtype)
         plan = Plan.from_dict(start.plan)
-        parts = slices(plan, module, start.rank)
+        parts, zeros = slices(plan, module, start.rank), zero_names(plan, module, start.rank)
         shard(module, plan, start.rank, comm)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         with CheckpointReader(path) as reader:
-            loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report)
+            loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report, zeros)
         load_peak = used_since("cpu", peak_before)
         kernel = resolve_attention(config.attn_implementation, device, _is_built).name
         chosen = self._serve(module, kernel)

@@ -208,6 +208,6 @@ def test_a_forked_child_leaves_the_ranks_to_its_parent(monkeypatch: pytest.Monke
 def test_a_rank_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = running(monkeypatch, SLEEPS, "s.recv(100)")
     processes = [rank.process for rank in executor._ranks]
-    monkeypatch.setattr(module, "_SHUTDOWN_S", 0.5)
+    monkeypatch.setattr(module, "_SHUTDOWN_S", 3.0)
     executor.shutdown()
     assert [process.returncode for process in processes] == [-9, 0]

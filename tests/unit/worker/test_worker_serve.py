@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ from shoal.messages import (
     Step,
     StepResult,
 )
-from shoal.worker.__main__ import _die_with_parent
 from shoal.worker.channel import Channel
 from shoal.worker.serve import serve
 
@@ -131,23 +128,3 @@ def test_a_message_no_rank_takes_is_a_failure(engine_end: Channel) -> None:
 def test_a_failure_nobody_hears_is_no_second_failure(engine_end: Channel) -> None:
     engine_end.send(Step(step_id=13, sequences=()))
     engine_end.close()
-
-
-@pytest.mark.parametrize("least", [3, 1100])
-def test_the_end_of_the_life_pipe_ends_the_process_whatever_its_number(
-    least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """select() takes no descriptor above 1023; a program with many open files hands down such ones."""
-    read_end, write_end = os.pipe()
-    watched = fcntl.fcntl(read_end, fcntl.F_DUPFD, least)
-    os.close(read_end)
-    os.close(write_end)
-
-    def leave(status: int) -> None:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(SystemExit) as caught:
-        _die_with_parent(watched, os.getppid())
-    os.close(watched)
-    assert caught.value.code == 1
