@@ -17,7 +17,7 @@ from shoal.checkpoint.progress import say
 from shoal.checkpoint.support import check_folder
 from shoal.errors import ModelNotFoundError, UsageError
 
-__all__ = ["fetch_from_hub", "wanted_files"]
+__all__ = ["fetch_config", "fetch_from_hub", "wanted_files"]
 
 _TIMEOUT_S = 5.0
 
@@ -43,9 +43,22 @@ def fetch_from_hub(name: str, revision: str | None, progress: bool) -> Path:
         ModelNotFoundError: no such model or revision, no access, or no connection and nothing cached.
         UnsupportedError: a model of a kind that is not built yet; found before its weights are fetched.
     """
+    return _fetched(name, revision, progress, with_weights=True)
+
+
+def fetch_config(name: str, revision: str | None, progress: bool) -> Path:
+    """The same without the weights: what describes the model.
+
+    Raises:
+        ModelNotFoundError, UnsupportedError: as :func:`fetch_from_hub`.
+    """
+    return _fetched(name, revision, progress, with_weights=False)
+
+
+def _fetched(name: str, revision: str | None, progress: bool, with_weights: bool) -> Path:
     try:
         with _progress_bars(progress):
-            return _fetch(name, revision, progress)
+            return _fetch(name, revision, progress, with_weights)
     except UsageError:
         raise
     except Exception as error:  # the hub's client raises its own errors, its transport's and the system's
@@ -56,7 +69,7 @@ def fetch_from_hub(name: str, revision: str | None, progress: bool) -> Path:
         ) from error
 
 
-def _fetch(name: str, revision: str | None, progress: bool) -> Path:
+def _fetch(name: str, revision: str | None, progress: bool, with_weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -70,7 +83,7 @@ def _fetch(name: str, revision: str | None, progress: bool) -> Path:
     folder = Path(_download(snapshot_download, name, revision, small))
     if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
         check_folder(folder)
-    if weights:
+    if weights and with_weights:
         say(f"Fetching {name} from the Hugging Face hub ...", progress)
         folder = Path(_download(snapshot_download, name, revision, small + weights))
     return folder

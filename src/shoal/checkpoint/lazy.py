@@ -16,7 +16,9 @@ import torch
 from shoal.checkpoint.reader import CheckpointReader, Ranges, sliced_shape
 from shoal.errors import CheckpointError
 
-__all__ = ["Computed", "Cut", "Joined", "Lazy", "Stacked", "Stored", "Turned"]
+__all__ = ["Computed", "Cut", "Joined", "Lazy", "Permuted", "Stacked", "Stored", "Turned"]
+
+_PIECE_BYTES = 32 * 2**20  # of a tensor that is put in order in memory of its own
 
 
 class Lazy(Protocol):
@@ -89,25 +91,27 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors of one shape along a new first dimension."""
+    """Tensors of one shape along a new dimension."""
 
     parts: Sequence[Lazy]
+    dim: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *_common([list(part.shape) for part in self.parts]))
+        shape = _common([list(part.shape) for part in self.parts])
+        return (*shape[: self.dim], len(self.parts), *shape[self.dim :])
 
     @property
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
     def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
-        inner = {dim - 1: kept for dim, kept in ranges.items() if dim > 0}
+        inner = {dim - (dim > self.dim): kept for dim, kept in ranges.items() if dim != self.dim}
         chosen = itertools.chain(
-            *(range(start, stop) for start, stop in ranges.get(0, ((0, len(self.parts)),)))
+            *(range(start, stop) for start, stop in ranges.get(self.dim, ((0, len(self.parts)),)))
         )
         for position, part in enumerate(chosen):
-            self.parts[part].read_into(inner, out[position])
+            self.parts[part].read_into(inner, out.select(self.dim, position))
 
 
 @dataclass(frozen=True)
@@ -158,33 +162,73 @@ class Turned:
         self.source.read_into(turned, out.transpose(self.first, self.second))
 
 
-class Computed:
-    """A tensor that must be computed whole before a part of it can be taken. Kept until it is read once."""
+@dataclass(frozen=True)
+class Permuted:
+    """Another tensor with the indices along a dimension in another order: new index i is old ``order[i]``."""
 
-    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
-        self._compute = compute
-        self._values: torch.Tensor | None = None
-
-    def _whole(self) -> torch.Tensor:
-        if self._values is None:
-            self._values = self._compute()
-        return self._values
+    source: Lazy
+    dim: int
+    order: torch.Tensor  # int64, one-dimensional
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self._whole().shape)
+        whole = list(self.source.shape)
+        whole[self.dim] = len(self.order)
+        return tuple(whole)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._whole().dtype
+        return self.source.dtype
 
     def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
-        values = self._whole()
-        self._values = None
+        """Reads the wanted indices in the order they are stored in, a few megabytes at a time."""
+        kept = ranges.get(self.dim, ((0, len(self.order)),))
+        chosen = [self.order[:0], *(self.order[start:stop] for start, stop in kept)]
+        wanted, places = torch.cat(chosen).sort(stable=True)
+        each = max(1, _PIECE_BYTES // max(1, out.nbytes // max(1, len(wanted))))
+        for begin in range(0, len(wanted), each):
+            stored, back = torch.unique_consecutive(wanted[begin : begin + each], return_inverse=True)
+            shape = [*out.shape[: self.dim], len(stored), *out.shape[self.dim + 1 :]]
+            values = torch.empty(shape, dtype=out.dtype)
+            self.source.read_into({**ranges, self.dim: _runs(stored)}, values)
+            here = places[begin : begin + each].to(out.device)
+            out.index_copy_(self.dim, here, values.index_select(self.dim, back).to(out.device))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that must be computed whole before a part of it can be taken.
+
+    ``compute`` is asked once for the shape and once for the values; whoever gives it may keep the tensor
+    in between.
+    """
+
+    compute: Callable[[bool], torch.Tensor]  # told whether this is the last time it is asked
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.compute(False).shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.compute(False).dtype
+
+    def read_into(self, ranges: Ranges, out: torch.Tensor) -> None:
+        values = self.compute(True)
         for dim, kept in ranges.items():
             rows = [row for start, stop in kept for row in range(start, stop)]
             values = values.index_select(dim, torch.tensor(rows, dtype=torch.int64))
         out.copy_(values)
+
+
+def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
+    """Ascending indices as half-open ranges."""
+    if not len(indices):
+        return []
+    breaks = (torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1).tolist()
+    bounds = [0, *breaks, len(indices)]
+    numbers = indices.tolist()
+    return [(numbers[a], numbers[b - 1] + 1) for a, b in itertools.pairwise(bounds)]
 
 
 def _common(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

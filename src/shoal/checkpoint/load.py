@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from shoal.checkpoint.lazy import Lazy
+from shoal.checkpoint.lazy import Computed, Lazy, Stored
 from shoal.checkpoint.match import match
+from shoal.checkpoint.missing import (
+    initialise,
+    noteworthy_missing,
+    noteworthy_unexpected,
+    refuse_missing,
+    some,
+)
 from shoal.checkpoint.reader import CheckpointReader, Ranges, Slice, sliced_shape
 from shoal.errors import CheckpointError
 
@@ -29,8 +37,10 @@ class LoadReport:
     """What was read."""
 
     bytes_read: int  # of tensor data, from checkpoint files
-    missing: tuple[str, ...]  # model tensors the checkpoint lacks and the model makes itself
-    unexpected: tuple[str, ...]  # checkpoint tensors the model has no place for
+    checkpoint_bytes: int  # of the checkpoint's files
+    missing: tuple[str, ...]  # model tensors that the checkpoint lacks, as from_pretrained counts them
+    unexpected: tuple[str, ...]  # checkpoint tensors that the model lacks, as from_pretrained counts them
+    converted_whole: tuple[str, ...]  # tensors of which a part is kept, but that had to be read whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +48,10 @@ class _Target:
     """What every tensor is loaded with."""
 
     slices: Mapping[str, Slice]
+    zeros: Collection[str]
     device: torch.device
     dtype: torch.dtype | None
+    usual_dtype: torch.dtype | None  # of the model's tensors, but for those made with one of their own
     keep_float32: re.Pattern[str] | None
 
 
@@ -50,6 +62,8 @@ def load_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     progress: Callable[[int, int], None] | None = None,
+    zeros: Collection[str] = (),
+    allow_missing: bool = False,
 ) -> LoadReport:
     """Fill a model whose parameters are on meta, and already of this rank's shapes.
 
@@ -58,9 +72,12 @@ def load_weights(
         reader: the checkpoint.
         slices: by model name (each name of a tied tensor), the ranges this rank keeps; others are whole.
         device: where the weights go.
-        dtype: of floating-point tensors, but for those the model's class keeps in float32; None: each
-            tensor's dtype in ``model``.
+        dtype: of floating-point tensors, but for those the model's class keeps in float32 or makes in a
+            dtype of their own; None: each tensor's dtype in ``model``.
         progress: called with tensors done and tensors in all.
+        zeros: names of tensors that are zero on this rank, whatever the checkpoint says: not read.
+        allow_missing: give weights that the checkpoint lacks random values, the same on every rank, with
+            a warning, as ``from_pretrained`` does (a new head on an old body).
 
     Returns:
         bytes read and the names that did not match, as ``from_pretrained`` counts them.
@@ -69,8 +86,16 @@ def load_weights(
         CheckpointError: a weight is missing, a shape does not fit, or a file is damaged.
     """
     wanted = _wanted(model)
-    matches = match(model, reader, wanted)
-    target = _Target(slices or {}, torch.device(device), dtype, _float32_names(model, dtype))
+    shapes = _whole_shapes(wanted, slices or {})
+    matches = match(model, reader, wanted, shapes)
+    target = _Target(
+        slices=slices or {},
+        zeros=frozenset(zeros),
+        device=torch.device(device),
+        dtype=dtype,
+        usual_dtype=_usual_dtype(wanted.values()),
+        keep_float32=_float32_names(model, dtype),
+    )
     bytes_before = reader.bytes_read
     missing: list[str] = []
     groups = _tied_groups(model, wanted)
@@ -78,15 +103,52 @@ def load_weights(
         missing += _load_group(model, group, wanted, matches.sources, target)
         if progress is not None:
             progress(done + 1, len(groups))
-    _make_missing(model, missing, target)
+    _make_missing(model, missing, shapes, target, allow_missing)
     left = [name for name, tensor in _all_tensors(model) if tensor.is_meta]
     assert not left, f"still without values after loading: {left}"
-    unexpected = _noteworthy(model, matches.unexpected)
-    if unexpected:
+    report = LoadReport(
+        bytes_read=reader.bytes_read - bytes_before,
+        checkpoint_bytes=reader.total_bytes,
+        missing=tuple(noteworthy_missing(model, missing)),
+        unexpected=tuple(noteworthy_unexpected(model, matches.unexpected)),
+        converted_whole=tuple(
+            name for name in target.slices if isinstance(matches.sources.get(name), Computed)
+        ),
+    )
+    _log(report)
+    return report
+
+
+def _log(report: LoadReport) -> None:
+    _logger.info(
+        "read %.1f MB of the checkpoint's %.1f MB", report.bytes_read / 1e6, report.checkpoint_bytes / 1e6
+    )
+    if report.unexpected:
         _logger.info(
-            "the checkpoint has %d tensors the model does not use: %s", len(unexpected), _some(unexpected)
+            "the checkpoint has %d tensors the model does not use: %s",
+            len(report.unexpected),
+            some(report.unexpected),
         )
-    return LoadReport(reader.bytes_read - bytes_before, tuple(missing), tuple(unexpected))
+    if report.converted_whole:
+        _logger.info(
+            "%d tensors are stored in a form that must be read whole to keep a part: %s",
+            len(report.converted_whole),
+            some(report.converted_whole),
+        )
+
+
+def _whole_shapes(
+    wanted: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes that tensors of which a part is kept have in the whole model, where the slice says."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, part in slices.items():
+        size = getattr(part, "size", None)
+        if name in wanted and size is not None:
+            shape = list(wanted[name].shape)
+            shape[part.dim] = size
+            shapes[name] = tuple(shape)
+    return shapes
 
 
 def _wanted(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -108,6 +170,12 @@ def _float32_names(model: nn.Module, dtype: torch.dtype | None) -> re.Pattern[st
     if dtype in (torch.float16, torch.bfloat16):
         keep |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return re.compile("|".join(name.replace("*", ".*") for name in sorted(keep))) if keep else None
+
+
+def _usual_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The dtype that most floating-point tensors have."""
+    counts = Counter(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def _tied_groups(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -132,6 +200,9 @@ def _load_group(
 
     Names that the checkpoint stores apart, with different values, become tensors of their own.
     """
+    if any(name in target.zeros for name in group):
+        _load_zeros(model, group, wanted, target)
+        return []
     stored = [name for name in group if name in sources]
     if not stored:
         return group
@@ -142,7 +213,8 @@ def _load_group(
         if name == owner:
             continue
         same_part = wanted[name] is wanted[owner] or target.slices.get(name) == target.slices.get(owner)
-        if name in sources or not same_part or wanted[name].shape != wanted[owner].shape:
+        is_stored = name in sources and not _are_one(sources[name], sources[owner])
+        if is_stored or not same_part or wanted[name].shape != wanted[owner].shape:
             own = _read(name, sources.get(name, sources[owner]), wanted[name], target)
             if not same_part or not torch.equal(own, first):
                 if same_part:
@@ -151,6 +223,27 @@ def _load_group(
                 continue
         _share(model, name, owner)
     return []
+
+
+def _are_one(first: Lazy, second: Lazy) -> bool:
+    """Whether two names' values are the same bytes of one file, so that reading both would tell nothing."""
+    return (
+        isinstance(first, Stored)
+        and isinstance(second, Stored)
+        and first.reader is second.reader
+        and first.reader.are_one(first.name, second.name)
+    )
+
+
+def _load_zeros(
+    model: nn.Module, group: list[str], wanted: Mapping[str, torch.Tensor], target: _Target
+) -> None:
+    """Set a tensor to zero under all its names."""
+    owner, *others = group
+    shape, dtype = wanted[owner].shape, _dtype(owner, wanted[owner], target)
+    _set(model, owner, torch.zeros(shape, dtype=dtype, device=target.device))
+    for name in others:
+        _share(model, name, owner)
 
 
 def _untie(model: nn.Module, name: str, owner: str) -> None:
@@ -181,7 +274,7 @@ def _read(name: str, source: Lazy, meta: torch.Tensor, target: _Target) -> torch
 
 
 def _dtype(name: str, meta: torch.Tensor, target: _Target) -> torch.dtype:
-    if target.dtype is None or not meta.is_floating_point():
+    if target.dtype is None or not meta.is_floating_point() or meta.dtype != target.usual_dtype:
         return meta.dtype
     if target.keep_float32 is not None and target.keep_float32.search(name):
         return torch.float32
@@ -209,55 +302,39 @@ def _share(model: nn.Module, name: str, owner: str) -> None:
     own[attribute] = getattr(source, source_attribute)
 
 
-def _make_missing(model: nn.Module, missing: list[str], target: _Target) -> None:
+def _make_missing(
+    model: nn.Module,
+    missing: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    target: _Target,
+    allow_missing: bool,
+) -> None:
     """Give tensors that checkpoints may leave out (tables of sines, zero biases) their class's values.
 
     Raises:
-        CheckpointError: a weight that a checkpoint must have.
+        CheckpointError: a weight that a checkpoint must have, unless that is allowed.
     """
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     state = _wanted(model)
     required = [
         name
-        for name in missing
-        if not any(re.search(pattern, name) for pattern in patterns)
-        and (state[name].is_meta or isinstance(state[name], nn.Parameter))
+        for name in noteworthy_missing(model, missing)
+        if state[name].is_meta or isinstance(state[name], nn.Parameter)
     ]
-    if required:
-        raise CheckpointError(
-            f"the checkpoint lacks {len(required)} of the model's tensors: {_some(required)}; "
-            "is it for another model class, or incomplete?"
+    if not allow_missing:
+        refuse_missing(required)
+    elif required:
+        _logger.warning(
+            "the checkpoint lacks %d of the model's tensors, they get random values: %s",
+            len(required),
+            some(required),
         )
-    empty = [name for name in missing if state[name].is_meta]
-    for name in empty:
-        _set(
-            model,
-            name,
-            torch.zeros(state[name].shape, dtype=_dtype(name, state[name], target), device=target.device),
-        )
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in empty):
-        _initialise(model, path, set(empty))
 
+    def put(name: str, values: torch.Tensor) -> None:
+        _set(model, name, values.to(target.device, _dtype(name, state[name], target)))
 
-@torch.no_grad()
-def _initialise(model: nn.Module, path: str, empty: set[str]) -> None:
-    """Let the model's class set the empty tensors of one module, and only those."""
-    module = model.get_submodule(path)
-    for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and f"{path}.{attribute}".lstrip(".") not in empty:
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-    initialise = getattr(model, "_init_weights", None)
-    if initialise is not None:
-        initialise(module)
-
-
-def _noteworthy(model: nn.Module, unexpected: list[str]) -> list[str]:
-    """Unexpected names less those transformers passes over, too: old buffers that are computed now."""
-    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
-    return [name for name in unexpected if not any(re.search(pattern, name) for pattern in patterns)]
-
-
-def _some(names: list[str], count: int = 8) -> str:
-    shown = ", ".join(names[:count])
-    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
+    owners = {group[0]: group[1:] for group in _tied_groups(model, state) if group[0] in missing}
+    initialise(model, [name for name in owners if state[name].is_meta], shapes, target.slices, put)
+    for owner, others in owners.items():
+        for name in others:
+            if state[name].is_meta:
+                _share(model, name, owner)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.checkpoint.files import find_weights
+from shoal.checkpoint.pickles import is_old_pickle, load_pickle, rewritten
 from shoal.errors import CheckpointError, ModelNotFoundError
 
 __all__ = ["CheckpointReader", "Ranges", "Slice", "sliced_shape"]
-
-_logger = logging.getLogger("shoal.checkpoint")
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
 """By dimension: the (start, stop) ranges kept of it, in order; other dimensions are whole."""
@@ -92,6 +89,11 @@ class CheckpointReader:
                 raise CheckpointError(f"{path}: no tensor {name!r} in it, though {index.name} says so")
             self._files[name] = files[shard]
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the checkpoint's files."""
+        return sum(file.path.stat().st_size for file in set(self._files.values()))
+
     def names(self) -> tuple[str, ...]:
         """Every tensor's name."""
         return tuple(self._files)
@@ -143,6 +145,12 @@ class CheckpointReader:
             out[tuple(slice(at, at + stop - start) for start, stop, at in box)].copy_(values)
             self.bytes_read += values.numel() * values.element_size()
 
+    def are_one(self, first: str, second: str) -> bool:
+        """Whether two names stand for the same bytes of a file: tied tensors in one pickle."""
+        file = self._file(first)
+        place = file.place(first)
+        return place is not None and file is self._file(second) and place == file.place(second)
+
     def _file(self, name: str) -> _File:
         if name not in self._files:
             raise CheckpointError(f"{self.folder}: no tensor {name!r} in this checkpoint")
@@ -193,7 +201,9 @@ def _in_pieces(kept: Sequence[tuple[int, int, int]], most: int) -> Iterator[tupl
 def _open(path: Path) -> _File:
     if _is_pointer(path):
         raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
-    return _TorchFile(path) if path.suffix == ".bin" else _SafetensorsFile(path)
+    if path.suffix != ".bin":
+        return _SafetensorsFile(path)
+    return _SafetensorsFile(rewritten(path)) if is_old_pickle(path) else _TorchFile(path)
 
 
 def _is_pointer(path: Path) -> bool:
@@ -204,6 +214,7 @@ def _is_pointer(path: Path) -> bool:
 class _File(Protocol):
     """One file of tensors."""
 
+    path: Path
     known: frozenset[str]
 
     def names(self) -> list[str]: ...
@@ -216,6 +227,10 @@ class _File(Protocol):
         """A view into the file, valid until the next call."""
         ...
 
+    def place(self, name: str) -> tuple[int, ...] | None:
+        """What two tensors have in common only if they are the same bytes; None: tensors never share any."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -223,7 +238,7 @@ class _SafetensorsFile:
     """A safetensors file, mapped."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._bytes_mapped = 0
         self._handle: Any = None
         self._names = list(self._open().keys())
@@ -232,9 +247,9 @@ class _SafetensorsFile:
     def _open(self) -> Any:
         if self._handle is None:
             try:
-                self._handle = safe_open(self._path, framework="pt", device="cpu")
+                self._handle = safe_open(self.path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self._path}: damaged or incomplete ({error})") from error
+                raise CheckpointError(f"{self.path}: damaged or incomplete ({error})") from error
         return self._handle
 
     def names(self) -> list[str]:
@@ -246,7 +261,7 @@ class _SafetensorsFile:
     def dtype(self, name: str) -> torch.dtype:
         stored = self._open().get_slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise CheckpointError(f"{self._path}: {name} is stored as {stored}, which shoal does not read")
+            raise CheckpointError(f"{self.path}: {name} is stored as {stored}, which shoal does not read")
         return _DTYPES[stored]
 
     def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -255,29 +270,29 @@ class _SafetensorsFile:
         try:
             values: torch.Tensor = self._open().get_slice(name)[index or ...]
         except SafetensorError as error:
-            raise CheckpointError(f"{self._path}: {name} cannot be read ({error})") from error
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from error
         self._bytes_mapped += values.numel() * values.element_size()
         return values
+
+    def place(self, name: str) -> tuple[int, ...] | None:
+        return None
 
     def close(self) -> None:
         self._handle, self._bytes_mapped = None, 0
 
 
 class _TorchFile:
-    """A pickle of torch's, loaded without running code in it; mapped where its format allows."""
+    """A pickle of torch's, mapped."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._bytes_mapped = 0
         self._tensors: dict[str, torch.Tensor] | None = None
         self.known = frozenset(self._load())
 
     def _load(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
-            loaded = _load_pickle(self._path)
-            if not isinstance(loaded, dict):
-                raise CheckpointError(f"{self._path}: holds a {type(loaded).__name__}, not named tensors")
-            self._tensors = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
+            self._tensors = load_pickle(self.path, mapped=True)
         return self._tensors
 
     def names(self) -> list[str]:
@@ -296,18 +311,9 @@ class _TorchFile:
         self._bytes_mapped += values.numel() * values.element_size()
         return values
 
+    def place(self, name: str) -> tuple[int, ...] | None:
+        tensor = self._load()[name]
+        return (tensor.data_ptr(), *tensor.shape, *tensor.stride(), tensor.element_size())
+
     def close(self) -> None:
         self._tensors, self._bytes_mapped = None, 0
-
-
-def _load_pickle(path: Path) -> Any:
-    try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            _logger.info("%s is in torch's old format: it is read as a whole", path)
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: damaged, or not a file of tensors ({error})") from error

@@ -15,12 +15,12 @@ from shoal.checkpoint.cache import build_once, home
 from shoal.checkpoint.demo import fetch_demo
 from shoal.checkpoint.files import find_weights
 from shoal.checkpoint.gguf import convert, open_gguf
-from shoal.checkpoint.hub import fetch_from_hub
+from shoal.checkpoint.hub import fetch_config, fetch_from_hub
 from shoal.checkpoint.progress import reporting, say
 from shoal.checkpoint.support import check_folder, check_supported
 from shoal.errors import ModelNotFoundError, UsageError
 
-__all__ = ["check_supported", "home", "resolve"]
+__all__ = ["check_supported", "home", "resolve", "resolve_config"]
 
 # What the hub allows: letters, digits, "-", "_" and ".", in one or two parts.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -58,17 +58,48 @@ def resolve(name: str | Path, revision: str | None = None, progress: bool = True
     return _checked(fetch_from_hub(str(name), revision, progress))
 
 
+def resolve_config(name: str | Path, revision: str | None = None, progress: bool = False) -> Path:
+    """The local folder of a model of which only the config is wanted: weights need not be there, and those
+    on the hub are not fetched.
+
+    Args:
+        name: as :func:`resolve` takes it, or the path of a ``config.json``.
+        revision: branch, tag or commit of a hub model.
+        progress: show long steps on stderr.
+
+    Raises:
+        ModelNotFoundError: no such model, or a folder without config.
+        CheckpointError: a damaged file.
+        UnsupportedError: a model of a kind that is not built yet.
+    """
+    path = Path(name).expanduser()
+    folder = path.parent if path.name == "config.json" and path.is_file() else path
+    if str(name) != "demo" and folder.is_dir():
+        return _with_config(folder)
+    if str(name) == "demo" or path.is_file() or path.suffix.lower() == ".gguf":
+        return resolve(name, revision, progress)
+    if not _HUB_ID.fullmatch(str(name)):
+        raise ModelNotFoundError(f"model: there is no folder {str(name)!r}; {_WHAT_TO_TRY}", field="model")
+    return _with_config(fetch_config(str(name), revision, progress))
+
+
 _WHAT_TO_TRY = (
     'pass "demo", a folder with config.json and weights, a .gguf file, or a hub id such as org/name'
 )
 
 
-def _checked(folder: Path) -> Path:
-    """The folder, if it has what loading needs and nothing that is not built."""
+def _with_config(folder: Path) -> Path:
+    """The folder, if it has a config and nothing that is not built."""
     if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
         check_folder(folder)
     else:
         raise ModelNotFoundError(f"model: {folder} has no config.json; {_WHAT_TO_TRY}", field="model")
+    return folder
+
+
+def _checked(folder: Path) -> Path:
+    """The folder, if it has what loading needs and nothing that is not built."""
+    _with_config(folder)
     if find_weights(folder) is None:
         raise ModelNotFoundError(
             f"model: {folder} has no weights (model.safetensors, its shards, or pytorch_model.bin)",

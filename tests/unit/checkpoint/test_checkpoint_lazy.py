@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shoal.checkpoint.lazy import Computed, Cut, Joined, Lazy, Stacked, Stored, Turned
+from shoal.checkpoint import lazy as module
+from shoal.checkpoint.lazy import Computed, Cut, Joined, Lazy, Permuted, Stacked, Stored, Turned
 from shoal.checkpoint.reader import CheckpointReader, Ranges, sliced_shape
 
 GENERATOR = torch.Generator().manual_seed(0)
 TENSORS = {name: torch.randn(4, 6, generator=GENERATOR) for name in "abcd"}
+ORDER = torch.tensor([4, 2, 0, 5, 3, 1])
 
 
 @pytest.fixture
@@ -47,11 +49,15 @@ def cases(reader: CheckpointReader) -> list[tuple[Lazy, torch.Tensor]]:
         (Cut(Joined([a, b], 1), 1, 4, 9), torch.cat(one[:2], 1)[:, 4:9]),
         (Turned(a, 0, 1), one[0].T),
         (Turned(Stacked([a, b]), 1, 2), torch.stack(one[:2]).transpose(1, 2)),
-        (Computed(lambda: one[0] * 2), one[0] * 2),
+        (Stacked([a, b, c], 1), torch.stack(one[:3], 1)),
+        (Permuted(a, 1, ORDER), one[0][:, ORDER]),
+        (Permuted(Stacked([a, b]), 2, ORDER), torch.stack(one[:2])[:, :, ORDER]),
+        (Turned(Permuted(a, 1, ORDER), 0, 1), one[0][:, ORDER].T),
+        (Computed(lambda is_last: one[0] * 2), one[0] * 2),
     ]
 
 
-@pytest.mark.parametrize("case", range(10))
+@pytest.mark.parametrize("case", range(14))
 def test_any_ranges_of_any_dimension_are_those_of_the_whole(reader: CheckpointReader, case: int) -> None:
     lazy, whole = cases(reader)[case]
     assert lazy.shape == tuple(whole.shape)
@@ -70,14 +76,25 @@ def test_only_the_pieces_that_are_kept_are_read(reader: CheckpointReader) -> Non
     assert reader.bytes_read == 4 * 6 * 4 + 2 * 6 * 4
 
 
-def test_a_computed_tensor_is_computed_once_for_shape_and_values() -> None:
-    calls: list[int] = []
+def test_reordered_indices_are_read_once_each_and_in_pieces(
+    reader: CheckpointReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 2 * 4 * 4)  # two columns of four
+    permuted = Permuted(Stored(reader, "a"), 1, ORDER)
+    assert torch.equal(read(permuted, {1: ((0, 3), (4, 6))}), TENSORS["a"][:, [4, 2, 0, 3, 1]])
+    assert reader.bytes_read == 5 * 4 * 4
 
-    def compute() -> torch.Tensor:
-        calls.append(1)
+
+def test_a_computed_tensor_is_told_when_its_values_are_taken() -> None:
+    calls: list[bool] = []
+
+    def compute(is_last: bool) -> torch.Tensor:
+        calls.append(is_last)
         return torch.ones(2, 2)
 
     lazy = Computed(compute)
     assert lazy.shape == (2, 2)
     assert torch.equal(read(lazy, {}), torch.ones(2, 2))
-    assert len(calls) == 1
+    assert calls[0] is False
+    assert calls[-1] is True
+    assert calls.count(True) == 1

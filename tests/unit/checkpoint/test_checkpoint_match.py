@@ -13,14 +13,12 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     ConversionOps,
-    Interleave,
     MergeModulelist,
     Transpose,
     WeightConverter,
 )
 
-from shoal.checkpoint import match as module
-from shoal.checkpoint.lazy import Computed, Cut, Joined, Lazy, Stacked, Turned
+from shoal.checkpoint.lazy import Cut, Joined, Lazy, Stacked, Turned
 from shoal.checkpoint.match import match
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.errors import CheckpointError
@@ -105,26 +103,6 @@ def test_a_turned_tensor_is_turned(
     assert torch.equal(made(sources["a.new"]), stored.T)
 
 
-@pytest.mark.parametrize(
-    ("operations", "targets"),
-    [([Interleave(dim=0)], ["new"]), ([Interleave(dim=0), Chunk(dim=0)], ["gate", "up"])],
-)
-def test_other_conversions_are_computed_by_transformers_itself(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    model: LlamaForCausalLM,
-    operations: list[ConversionOps],
-    targets: list[str],
-) -> None:
-    stored = torch.arange(8.0).reshape(4, 2)
-    names = tuple(f"a.{target}" for target in targets)
-    converter = WeightConverter("old", targets, operations)
-    sources = convert(monkeypatch, tmp_path, model, converter, {"a.old": stored}, names)
-    assert all(isinstance(source, Computed) for source in sources.values())
-    expected = stored[[0, 2, 1, 3]]
-    assert torch.equal(torch.cat([made(sources[name]) for name in names]), expected)
-
-
 class _Fails(ConversionOps):
     def convert(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         raise IndexError("deep inside")
@@ -146,8 +124,13 @@ def test_tensors_that_make_nothing_wanted_are_unexpected(tmp_path: Path, model: 
     assert matches.unexpected == ["other"]
 
 
-def test_the_described_operations_are_those_transformers_names(model: LlamaForCausalLM) -> None:
-    assert module._operation(MergeModulelist(dim=0)) == ("MergeModulelist", 0)
-    assert module._operation(Transpose(1, 2)) == ("Transpose", (1, 2))
-    assert module._operation(Transpose(1, 2, check_dims=True)) == ("", None)
-    assert module._operation(Chunk(0, num_shards_attribute="parts")) == ("", None)
+def test_unexpected_names_are_those_that_transformers_gives_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: LlamaForCausalLM
+) -> None:
+    import transformers.conversion_mapping as mapping
+
+    converter = WeightConverter("qkv.weight", ["q.weight", "k.weight"], [Chunk(dim=0)])
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda model: [converter])
+    save_file({"b.qkv.weight": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    matches = match(model, CheckpointReader(tmp_path), {"a.q.weight": torch.empty(0)})
+    assert matches.unexpected == ["b.q.weight", "b.k.weight"]

@@ -51,6 +51,11 @@ def save(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(shoal_home: Path) -> None:
+    """Old pickles are rewritten into the cache folder: not into the user's."""
+
+
 KINDS = ["safetensors", "shards", "bin", "bin shards", "old bin"]
 
 
