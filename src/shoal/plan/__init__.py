@@ -1,5 +1,9 @@
-"""How a model is split: measured on its own code, kept as data. Importing it imports no torch."""
+"""How a model is split: measured on its own code, kept as data. Importing it imports no torch.
 
+Called, it is :func:`shoal.model.plans.plan`.
+"""
+
+from shoal.callable_package import make_callable
 from shoal.plan.types import (
     ArgumentSlice,
     KeyValueHeads,
@@ -11,3 +15,5 @@ from shoal.plan.types import (
 )
 
 __all__ = ["ArgumentSlice", "KeyValueHeads", "Patch", "Plan", "Region", "Split", "TensorSlice"]
+
+make_callable(__name__, "shoal.model.plans", "plan")

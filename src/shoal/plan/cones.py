@@ -9,20 +9,26 @@ of a fused projection come out as block sizes, without a table of layouts.
 
 A gradient that is NaN counts as reaching. One that is absent proves nothing: what this module calls
 separate is checked again by replaying rank-local code.
+
+Weights of one pattern are taken together: the experts of a layer, of which some see a token or none, say
+the same about the same features, and what one of them leaves open another may show.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from shoal.plan.probe import Call, Recording
-from shoal.plan.types import pattern_of
+from shoal.errors import PlanError
+from shoal.plan.calls import Call, Recording
 
 __all__ = ["Cone", "Consumer", "Flow", "measure", "support"]
+
+_ENOUGH_TOKENS = 16  # of the inputs that are measured for one consumer, if there are so many
+_MOST_CALLS = 8  # measured for one consumer, and looked at in one layer
 
 
 @dataclass(slots=True)
@@ -33,7 +39,7 @@ class Cone:
     which one; ``reaches[f]`` whether it reaches anything that was seen. All of shape [features].
     """
 
-    producer: str  # full parameter name
+    producer: str  # parameter pattern
     block_size: torch.Tensor
     block: torch.Tensor
     reaches: torch.Tensor
@@ -51,13 +57,18 @@ class Cone:
 
 @dataclass(slots=True)
 class Consumer:
-    """A linear whose input features come, part by part, from the features of producers."""
+    """A product whose input features come, part by part, from the features of producers."""
 
-    call: Call
+    calls: list[Call]  # uses that were measured, the one with the most tokens first
     width: int  # input features
-    cones: dict[str, Cone]  # by producer's full name
+    cones: dict[str, Cone]  # by producer's pattern
     upstream: list[Call]  # the calls whose outputs were watched
     whole: set[str] = field(default_factory=set)  # producer patterns that it needs whole on every rank
+
+    @property
+    def call(self) -> Call:
+        """The use with the most tokens."""
+        return self.calls[0]
 
 
 @dataclass(slots=True)
@@ -76,7 +87,7 @@ def support(
     features: list[int] | torch.Tensor,
     upstream: Sequence[Call],
 ) -> dict[str, torch.Tensor]:
-    """Which output features of each upstream weight reach the given features of ``x`` (bool masks)."""
+    """Which output features of each upstream pattern reach the given features of ``x`` (bool masks)."""
     cotangent = torch.zeros_like(x)
     cotangent[..., features] = weights[..., features]
     flow.num_products += 1
@@ -84,37 +95,106 @@ def support(
     found: dict[str, torch.Tensor] = {}
     gradients = torch.autograd.grad(x, leaves, cotangent, retain_graph=True, allow_unused=True)
     for call, gradient in zip(upstream, gradients, strict=True):
-        size = call.output.shape[-1]
+        size = call.num_outputs
         if gradient is None:
             mask = torch.zeros(size, dtype=torch.bool)
-        else:
-            mask = (gradient.reshape(-1, size) != 0).any(0)  # NaN != 0: unknown counts as reaching
-        found[call.weight] = found[call.weight] | mask if call.weight in found else mask
+        else:  # NaN != 0: unknown counts as reaching
+            mask = (call.produced(gradient).reshape(-1, size) != 0).any(0)
+        before = found.get(call.pattern)
+        if before is not None and len(before) != size:
+            raise PlanError(f"uses of {call.pattern} differ in the number of their features")
+        found[call.pattern] = mask if before is None else before | mask
     return found
 
 
 def measure(recording: Recording) -> Flow:
-    """Measure every kind of consumer in the recording."""
-    flow = Flow()
+    """Measure every kind of consumer in the recording.
+
+    Raises:
+        PlanError: weights of one pattern are used in different ways.
+        Exception: whatever the backward code of the model raises.
+    """
+    flow = Flow(mixed={call.pattern for call in recording.calls if call.kind == "raw"})
     generator = torch.Generator().manual_seed(5)
-    candidates: dict[tuple[str, int], Consumer] = {}
-    for position, call in enumerate(recording.calls):
-        for x in call.inputs:
+    candidates: dict[tuple[str, int], list[tuple[Call, list[Call]]]] = {}
+    for position in _worth_a_look(recording.calls):
+        call = recording.calls[position]
+        for x in (call.consumed,) if call.is_product else call.inputs:
             _look_at(flow, generator, call, x, recording.calls[:position], candidates)
     for output in (tensor for run in recording.passes for tensor in run.outputs):
         if output.requires_grad:
             flow.mixed |= _reached(flow, output, _random_like(output, generator), recording.calls).keys()
-    for consumer in candidates.values():
-        upstream = [call for call in consumer.upstream if call.pattern not in flow.mixed]
-        consumer.whole = {call.pattern for call in consumer.upstream} & flow.mixed
-        if upstream:
-            consumer.upstream = upstream
-            if all(call.kind != "raw" for call in upstream):  # else its region is refused as it is
-                x = consumer.call.inputs[0]
-                consumer.cones = _cones(flow, x, _random_like(x, generator), upstream)
-                _settle(consumer)
-            flow.consumers.append(consumer)
+    for (_, width), found in candidates.items():
+        for uses in _kinds(found, flow.mixed):
+            consumer = _consumer(flow, width, uses, generator)
+            if consumer is not None:
+                flow.consumers.append(consumer)
     return flow
+
+
+def _kinds(found: Sequence[tuple[Call, list[Call]]], mixed: set[str]) -> list[list[tuple[Call, list[Call]]]]:
+    """The uses by the set of what feeds them: layers of one stack may differ in their code."""
+    layers: dict[str, list[tuple[Call, list[Call]]]] = {}
+    for call, upstream in found:
+        layers.setdefault(_layer(call), []).append((call, upstream))
+    kinds: dict[frozenset[str], list[tuple[Call, list[Call]]]] = {}
+    for uses in layers.values():
+        producers = frozenset(entry.pattern for _, upstream in uses for entry in upstream) - mixed
+        kinds.setdefault(producers, []).extend(uses)
+    return list(kinds.values())
+
+
+def _worth_a_look(calls: Sequence[Call]) -> list[int]:
+    """Positions of the calls to look at: of the many experts of a layer, those that got the most tokens."""
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    for position, call in enumerate(calls):
+        groups.setdefault((call.pattern, _layer(call), call.step), []).append(position)
+    chosen: set[int] = set()
+    for positions in groups.values():
+        weights = {calls[position].weight for position in positions}
+        if calls[positions[0]].kind == "product" or len(weights) > 1:
+            positions = sorted(positions, key=lambda position: -calls[position].output.numel())[:_MOST_CALLS]
+        chosen.update(positions)
+    return sorted(chosen)
+
+
+def _layer(call: Call) -> str:
+    """The first number in a weight's name."""
+    return next((part for part in call.weight.split(".") if part.isdigit()), "")
+
+
+def _consumer(
+    flow: Flow, width: int, found: Sequence[tuple[Call, list[Call]]], generator: torch.Generator
+) -> Consumer | None:
+    """The consumer measured on uses in its last layer, so that what earlier layers hand on is seen too."""
+    last = _layer(found[-1][0])
+    uses = [(call, upstream) for call, upstream in found if _layer(call) == last]
+    uses.sort(key=lambda use: -use[0].inputs[0].numel())
+    uses = list(_enough(uses, width))
+    watched = {id(entry): entry for _, upstream in uses for entry in upstream}
+    upstream = [call for call in watched.values() if call.pattern not in flow.mixed]
+    if not upstream:
+        return None
+    whole = {call.pattern for call in watched.values()} & flow.mixed
+    consumer = Consumer([call for call, _ in uses], width, {}, upstream, whole)
+    pairs = [(call.consumed, _random_like(call.consumed, generator)) for call in consumer.calls]
+    consumer.cones = _cones(flow, pairs, width, upstream)
+    _settle(consumer)
+    return consumer
+
+
+def _enough(uses: Sequence[tuple[Call, list[Call]]], width: int) -> Iterator[tuple[Call, list[Call]]]:
+    """Uses with enough tokens, and every further one that something else reaches."""
+    seen: set[str] = set()
+    num_tokens, num_calls = 0, 0
+    for call, upstream in uses:
+        patterns = {entry.pattern for entry in upstream}
+        is_wanted = num_tokens < _ENOUGH_TOKENS and num_calls < _MOST_CALLS
+        if is_wanted or not patterns <= seen:
+            yield call, upstream
+            seen |= patterns
+            num_tokens += call.inputs[0].numel() // width
+            num_calls += 1
 
 
 def _look_at(
@@ -123,19 +203,19 @@ def _look_at(
     call: Call,
     x: torch.Tensor,
     before: list[Call],
-    candidates: dict[tuple[str, int], Consumer],
+    candidates: dict[tuple[str, int], list[tuple[Call, list[Call]]]],
 ) -> None:
     """Note what ``x`` mixes; keep it as a candidate if its first and last features have different cones."""
-    if not x.requires_grad or not before:
+    if not x.requires_grad or not before or not x.numel():
         return
     random = _random_like(x, generator)
     reached = _reached(flow, x, random, before)
     if not reached:
         return
-    upstream = [entry for calls in reached.values() for entry in calls]
-    if call.kind != "linear":
+    if not call.is_product:
         flow.mixed |= reached.keys()
         return
+    upstream = [entry for calls in reached.values() for entry in calls]
     plain = [entry for entry in upstream if entry.kind != "raw"]
     if not plain:
         return
@@ -143,11 +223,9 @@ def _look_at(
     last = support(flow, x, random, [x.shape[-1] - 1], plain)
     for name, mask in first.items():
         if torch.equal(mask, last[name]) and mask.any():
-            flow.mixed.add(pattern_of(name))
-    is_prefill = call.step == 0 and x.numel() > x.shape[-1]
-    if is_prefill and any(not torch.equal(mask, last[name]) for name, mask in first.items()):
-        # The last of a kind, so that what earlier layers hand on is seen too.
-        candidates[call.pattern, x.shape[-1]] = Consumer(call, x.shape[-1], {}, upstream)
+            flow.mixed.add(name)
+    if call.step == 0 and any(not torch.equal(mask, last[name]) for name, mask in first.items()):
+        candidates.setdefault((call.pattern, x.shape[-1]), []).append((call, upstream))
 
 
 def _reached(
@@ -164,20 +242,21 @@ def _reached(
     return found
 
 
-def _cones(flow: Flow, x: torch.Tensor, weights: torch.Tensor, upstream: Sequence[Call]) -> dict[str, Cone]:
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # inputs [..., width] and random weights of their shape
+
+
+def _cones(flow: Flow, pairs: Pairs, width: int, upstream: Sequence[Call]) -> dict[str, Cone]:
     """Block size and block of every upstream feature, smallest block sizes first."""
-    width = x.shape[-1]
     cones: dict[str, Cone] = {}
     for call in upstream:
-        size = call.output.shape[-1]
-        zeros = torch.zeros(size, dtype=torch.long)
-        cones.setdefault(call.weight, Cone(call.weight, zeros, zeros.clone(), zeros.bool()))
+        zeros = torch.zeros(call.num_outputs, dtype=torch.long)
+        cones.setdefault(call.pattern, Cone(call.pattern, zeros, zeros.clone(), zeros.bool()))
     open_calls = list(upstream)
     for block_size in (size for size in range(1, width + 1) if width % size == 0):
         if block_size < _smallest_possible(cones, block_size):
             continue
-        _number_blocks(flow, x, weights, block_size, open_calls, cones)
-        open_calls = [call for call in open_calls if bool((cones[call.weight].block_size == 0).any())]
+        _number_blocks(flow, pairs, block_size, open_calls, cones)
+        open_calls = [call for call in open_calls if bool((cones[call.pattern].block_size == 0).any())]
         if not open_calls:
             break
     return cones
@@ -191,31 +270,27 @@ def _smallest_possible(cones: dict[str, Cone], block_size: int) -> int:
 
 
 def _number_blocks(
-    flow: Flow,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    block_size: int,
-    upstream: Sequence[Call],
-    cones: dict[str, Cone],
+    flow: Flow, pairs: Pairs, block_size: int, upstream: Sequence[Call], cones: dict[str, Cone]
 ) -> None:
     """Give every feature that reaches only one block of this size its block.
 
     While a feature is open its ``block`` holds a lower bound on its block size: block numbers that
     differ in bit b, and perhaps below, but do not in any higher bit, span at least 2^(b-1) blocks.
     """
-    numbers = torch.arange(x.shape[-1]) // block_size
-    num_bits = max(1, math.ceil(math.log2(max(1, x.shape[-1] // block_size))))
+    width = pairs[0][0].shape[-1]
+    numbers = torch.arange(width) // block_size
+    num_bits = max(1, math.ceil(math.log2(max(1, width // block_size))))
     code = {name: torch.zeros_like(cone.block) for name, cone in cones.items()}
     highest = {name: torch.full_like(cone.block, -1) for name, cone in cones.items()}
     for bit in range(num_bits):
         is_set = (numbers >> bit) & 1 == 1
-        ones = support(flow, x, weights, is_set, upstream)
-        zeros = support(flow, x, weights, ~is_set, upstream)
+        ones = _joint_support(flow, pairs, is_set, upstream)
+        zeros = _joint_support(flow, pairs, ~is_set, upstream)
         for name, mask in ones.items():
             code[name][mask] |= 1 << bit
             highest[name][mask & zeros[name]] = bit
             cones[name].reaches |= mask | zeros[name]
-    for name in {call.weight for call in upstream}:
+    for name in {call.pattern for call in upstream}:
         cone = cones[name]
         is_open = cone.block_size == 0
         in_one_block = is_open & (highest[name] < 0)
@@ -223,6 +298,17 @@ def _number_blocks(
         cone.block[in_one_block] = code[name][in_one_block]
         still_open = is_open & ~in_one_block
         cone.block[still_open] = block_size * (1 << highest[name][still_open].clamp(min=1)) // 2
+
+
+def _joint_support(
+    flow: Flow, pairs: Pairs, features: torch.Tensor, upstream: Sequence[Call]
+) -> dict[str, torch.Tensor]:
+    """What reaches the features in any of the inputs."""
+    found: dict[str, torch.Tensor] = {}
+    for x, weights in pairs:
+        for name, mask in support(flow, x, weights, features, upstream).items():
+            found[name] = found[name] | mask if name in found else mask
+    return found
 
 
 def _settle(consumer: Consumer) -> None:

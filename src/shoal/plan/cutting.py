@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,17 +43,26 @@ def cut_argument(value: torch.Tensor, argument: ArgumentSlice, rank: int) -> tor
     )
 
 
-def argument_hook(argument: ArgumentSlice, rank: int) -> Any:
-    """A forward pre-hook (with keyword arguments) that hands a module the rank's part of an argument."""
-    position = int(argument.argument[1:]) if argument.argument.startswith("#") else None
+@dataclass(frozen=True, slots=True)
+class _ArgumentCut:
+    """The hook; a class and not a closure, so that a module that has it can be pickled."""
 
-    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    argument: ArgumentSlice
+    rank: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self.argument.argument
+        position = int(name[1:]) if name.startswith("#") else None
         if position is None:
-            value = kwargs.get(argument.argument)
+            value = kwargs.get(name)
             if isinstance(value, torch.Tensor):
-                kwargs = {**kwargs, argument.argument: cut_argument(value, argument, rank)}
+                kwargs = {**kwargs, name: cut_argument(value, self.argument, self.rank)}
         elif position < len(args) and isinstance(args[position], torch.Tensor):
-            args = (*args[:position], cut_argument(args[position], argument, rank), *args[position + 1 :])
+            own = cut_argument(args[position], self.argument, self.rank)
+            args = (*args[:position], own, *args[position + 1 :])
         return args, kwargs
 
-    return cut
+
+def argument_hook(argument: ArgumentSlice, rank: int) -> Any:
+    """A forward pre-hook (with keyword arguments) that hands a module the rank's part of an argument."""
+    return _ArgumentCut(argument, rank)

@@ -7,20 +7,22 @@ its columns, everything else exactly what the whole model handed it, in prefill 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from shoal.plan.cutting import argument_hook, cut_ranges
 from shoal.plan.drive import Pass
-from shoal.plan.integers import IntegerKey, IntegerTrace, TracedInt, integer_slots, write_integer
+from shoal.plan.integers import IntegerKey, IntegerTrace, TracedInt, integer_places, write_integer
 from shoal.plan.linears import is_splittable, output_attribute
+from shoal.plan.naming import Naming
 from shoal.plan.probe import GlueError, Recording, Replay, replay
 from shoal.plan.regions import DraftRegion
-from shoal.plan.types import ArgumentSlice, Range, pattern_of
+from shoal.plan.repair import repair
+from shoal.plan.types import ArgumentSlice, Range, Reshape, pattern_of
 
 __all__ = ["Glue", "Local", "Verdict"]
 
@@ -39,22 +41,32 @@ class RawSlice:
 
 @dataclass(slots=True)
 class Local:
-    """Everything that makes code rank-local: split regions, changed integers, cut arguments and tensors."""
+    """Everything that makes code rank-local: split regions, changed integers, cut arguments and tensors,
+    repaired reshapes."""
 
     regions: list[DraftRegion] = field(default_factory=list)
     patches: dict[IntegerKey, tuple[int, ...]] = field(default_factory=dict)
     args: list[ArgumentSlice] = field(default_factory=list)
     raw: list[RawSlice] = field(default_factory=list)
+    reshapes: list[Reshape] = field(default_factory=list)
 
     def plus(self, region: DraftRegion) -> Local:
         """A copy with one region more."""
-        return Local([*self.regions, region], dict(self.patches), list(self.args), list(self.raw))
+        return replace(self, regions=[*self.regions, region])
 
     def part(self, rank: int) -> Replay:
         """The rank's columns and rows of all regions."""
         columns = {name: parts[rank] for region in self.regions for name, parts in region.columns.items()}
         rows = {name: parts[rank] for region in self.regions for name, parts in region.rows.items()}
-        return Replay(columns, rows)
+        return Replay(columns, rows, self.slabs(rank))
+
+    def slabs(self, rank: int) -> dict[str, tuple[int, torch.Tensor]]:
+        """The rank's part of every weight that code of its own multiplies by."""
+        return {
+            name: (region.slabs[name].dim, region.slabs[name].parts[rank])
+            for region in self.regions
+            for name in region.products & region.slabs.keys()
+        }
 
 
 @dataclass(slots=True)
@@ -63,6 +75,9 @@ class Verdict:
 
     error: str = ""
     suspects: list[IntegerKey] = field(default_factory=list)
+    failed_reshape: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape, sizes wanted
+    draws: dict[str, tuple[IntegerKey, ...]] = field(default_factory=dict)  # sizes of random operations
+    progress: int = 0  # operations that were run
     passes: list[list[Pass]] = field(default_factory=list)  # per recording
 
 
@@ -71,8 +86,10 @@ class Glue:
     """A probe model and its recordings, to be replayed rank by rank."""
 
     model: nn.Module
-    recordings: Sequence[Recording]
+    recordings: list[Recording]
+    slots: frozenset[IntegerKey] = frozenset()  # integers that may be changed: of the model as it is built
     num_checks: int = 0
+    naming: Naming = field(default_factory=Naming)  # of the weights in the recordings
 
     def check(self, local: Local, rank: int, traced: bool = True) -> Verdict:
         """Replay every recording as ``rank``.
@@ -94,6 +111,8 @@ class Glue:
         except Exception as error:  # the model's own code fails on shapes in any way it likes
             verdict.error = f"{type(error).__name__}: {str(error)[:200]}"
         verdict.suspects = trace.suspects()
+        verdict.failed_reshape, verdict.progress = trace.failed_reshape, trace.num_operations
+        verdict.draws = trace.draws
         return verdict
 
     @contextmanager
@@ -101,39 +120,51 @@ class Glue:
         """The model changed for a rank, and changed back afterwards."""
         with ExitStack() as undo:
             for home in {region.home for region in local.regions}:
-                for module, key in list(integer_slots(self.model, home)):
+                for module, key in list(integer_places(self.model, home)):
                     values = local.patches.get(key)
                     value = key.old if values is None else values[rank]
                     if traced or values is not None:
                         undo.callback(write_integer, module, key.attribute, key.old)
                         write_integer(module, key.attribute, TracedInt(value, (key,)) if traced else value)
             self._cut_tensors(local, rank, undo)
-            for argument in local.args:
-                for name, module in self.model.named_modules():
-                    if pattern_of(name) == argument.module:
+            for name, module in self.model.named_modules():
+                pattern = pattern_of(name)
+                for argument in local.args:
+                    if pattern == argument.module:
                         hook = argument_hook(argument, rank)
                         undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                widths = [(r.old, r.values[rank]) for r in local.reshapes if r.module == pattern]
+                if widths:
+                    undo.callback(repair(module, widths))
             yield
 
     def _cut_tensors(self, local: Local, rank: int, undo: ExitStack) -> None:
         """Cut raw parameters, and what producers' own code may read: their bias, their number of features."""
-        rows = local.part(rank).rows
+        rows, slabs = local.part(rank).rows, local.slabs(rank)
         for name, module in self.model.named_modules():
-            pattern = pattern_of(name)
+            prefix = f"{name}." if name else ""
             bias = module._parameters.get("bias")
-            kept = rows.get(f"{pattern}.weight")
+            kept = rows.get(self.naming.key_of(f"{prefix}weight"))
             if kept is not None and is_splittable(module):
                 counter = output_attribute(module)
                 undo.callback(setattr, module, counter, getattr(module, counter))
                 setattr(module, counter, len(kept))
-            if bias is not None and not bias.is_meta and kept is not None:
-                _replace(module, "bias", bias.index_select(0, kept), undo)
+                if bias is not None and not bias.is_meta:
+                    _replace(module, "bias", bias.index_select(0, kept), undo)
+            for attribute, parameter in list(module._parameters.items()):
+                slab = slabs.get(self.naming.key_of(f"{prefix}{attribute}"))
+                if slab is not None and parameter is not None:
+                    _replace(module, attribute, parameter.index_select(*_on(parameter, slab)), undo)
             for raw in local.raw:
-                owner, _, attribute = raw.pattern.rpartition(".")
-                if owner == pattern and module._parameters.get(attribute) is not None:
-                    whole = module._parameters[attribute]
-                    assert whole is not None
+                attribute = raw.pattern.rpartition(".")[2]
+                whole = module._parameters.get(attribute)
+                if whole is not None and self.naming.key_of(f"{prefix}{attribute}") == raw.pattern:
                     _replace(module, attribute, cut_ranges(whole, raw.dim, raw.ranges[rank]), undo)
+
+
+def _on(parameter: torch.Tensor, slab: tuple[int, torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """Dimension and indices, the latter where the parameter is."""
+    return slab[0], slab[1].to(parameter.device)
 
 
 def _replace(module: nn.Module, attribute: str, value: torch.Tensor, undo: ExitStack) -> None:

@@ -16,9 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.plan.linears import is_splittable
+from shoal.plan.random import is_random
+from shoal.plan.repair import reshape_sizes
 from shoal.plan.types import pattern_of
 
-__all__ = ["IntegerKey", "IntegerTrace", "TracedInt", "integer_slots", "write_integer"]
+__all__ = ["IntegerKey", "IntegerTrace", "TracedInt", "integer_places", "integer_slots", "write_integer"]
 
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "pow")
 
@@ -69,12 +71,14 @@ for _name in _ARITHMETIC:
 
 
 class IntegerTrace(TorchFunctionMode):
-    """Notes which traced integers reach tensor operations, the latest last."""
+    """Notes which traced integers reach tensor operations, the latest last, and a reshape that failed."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_operations = 0
+        self.failed_reshape: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape, sizes wanted
+        self.draws: dict[str, tuple[IntegerKey, ...]] = {}  # by random operations, so many numbers
         self._seen: dict[IntegerKey, int] = {}
-        self._count = 0
 
     def suspects(self) -> list[IntegerKey]:
         """Keys in the order in which they were last used, latest first."""
@@ -85,11 +89,18 @@ class IntegerTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         sources = list(dict.fromkeys(_sources((args, tuple(kwargs.values())))))
-        if sources:
-            self._count += 1
-            for key in sources:
-                self._seen[key] = self._count
-        return func(*args, **kwargs)
+        self.num_operations += 1
+        for key in sources:
+            self._seen[key] = self.num_operations
+        if sources and is_random(func, kwargs):
+            self.draws[func.__name__] = tuple(sources)
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            sizes = reshape_sizes(func, args, kwargs)
+            if sizes is not None:
+                self.failed_reshape = tuple(args[0].shape), sizes
+            raise
 
 
 def _sources(values: Any) -> Iterator[IntegerKey]:
@@ -102,18 +113,27 @@ def _sources(values: Any) -> Iterator[IntegerKey]:
             yield from _sources(value)
 
 
-def integer_slots(model: nn.Module, home: str) -> Iterator[tuple[nn.Module, IntegerKey]]:
+def integer_places(model: nn.Module, home: str) -> Iterator[tuple[nn.Module, IntegerKey]]:
     """Every integer of two or more in the modules of a home (a pattern) and in their configs."""
     for name, module in model.named_modules():
         pattern = pattern_of(name)
         if not (pattern == home or pattern.startswith(f"{home}.")) or is_splittable(module):
             continue
-        class_name = type(module).__name__
-        config = vars(module).get("config")
-        for prefix, holder in (("", module), ("config.", config)):
-            for attribute, value in list(vars(holder).items()) if holder is not None else ():
-                if type(value) in (int, TracedInt) and value >= 2 and not attribute.startswith("_"):
-                    yield module, IntegerKey(pattern, class_name, prefix + attribute, int(value))
+        yield from ((module, key) for key in _integers(module, pattern))
+
+
+def integer_slots(model: nn.Module) -> Iterator[IntegerKey]:
+    """The keys of all integers in a model, as it is now: forward code may make further modules."""
+    for name, module in model.named_modules():
+        yield from _integers(module, pattern_of(name))
+
+
+def _integers(module: nn.Module, pattern: str) -> Iterator[IntegerKey]:
+    config = vars(module).get("config")
+    for prefix, holder in (("", module), ("config.", config)):
+        for attribute, value in list(vars(holder).items()) if holder is not None else ():
+            if type(value) in (int, TracedInt) and value >= 2 and not attribute.startswith("_"):
+                yield IntegerKey(pattern, type(module).__name__, prefix + attribute, int(value))
 
 
 def write_integer(module: nn.Module, attribute: str, value: int) -> None:

@@ -3,215 +3,161 @@ weight. Knows no regions and no ranks.
 
 Recording, such an operation gives a random leaf of the shape it would have had; replaying, it checks
 its input against the recording and gives the recorded leaf again, or a rank's part of either. One rule
-serves linears, ``Conv1D``, embeddings and einsum over raw parameters, for it looks at operations, not
-at modules.
+serves linears, ``Conv1D``, embeddings, stacked experts and einsum over raw parameters, for it looks at
+operations, not at modules. A raw parameter that is used in some other way than as a factor of a product
+gets values, and the model is recorded anew: what goes through it keeps its features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import PlanError
-from shoal.plan.drive import Batch, Pass, decode_pass, prefill_pass
-from shoal.plan.linears import input_size, is_linear, is_splittable, output_size
+from shoal.plan.calls import Call, Recording
+from shoal.plan.drive import Batch, Pass, decode_pass, prefill_pass, restored
+from shoal.plan.features import Features
+from shoal.plan.intercept import Interceptor
+from shoal.plan.linears import is_splittable
 from shoal.plan.owners import Owners
 from shoal.plan.random import own_random
+from shoal.plan.saved import kept_for_backward
+from shoal.plan.skeleton import materialise
 from shoal.plan.types import pattern_of
+from shoal.plan.uses import Use, carries_features, describe, describe_product
 
-__all__ = ["Call", "GlueError", "Kind", "Recording", "Replay", "record", "replay"]
+__all__ = ["Call", "GlueError", "Recording", "Replay", "record", "replay"]
 
-# Asking these of a weight computes nothing.
-_METADATA = {
-    "__get__", "size", "dim", "numel", "untyped_storage", "stride", "storage_offset", "is_floating_point",
-    "data_ptr", "__repr__", "element_size", "type", "is_contiguous", "__len__", "is_complex", "ndimension",
-    "__hash__", "is_tensor", "nelement", "get_device",
-}  # fmt: skip
+_log = logging.getLogger("shoal.plan")
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # float32 at real widths; a wrong slice is off by the size of the values
-
-
-_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm"}
 
 
 class GlueError(Exception):
     """Rank-local code did not hand a weight what it should have got."""
 
 
-Kind = Literal["linear", "embedding", "raw"]
-
-
-@dataclass(slots=True)
-class Call:
-    """One use of one weight."""
-
-    weight: str  # full parameter name, as its module has it
-    kind: Kind  # raw: not by its own linear or embedding module as a whole
-    inputs: tuple[torch.Tensor, ...]  # floating-point, the features last for a linear
-    output: torch.Tensor  # the leaf
-    index: int  # how often the weight was used before
-    step: int  # 0 prefill, 1 decode
-
-    @property
-    def pattern(self) -> str:
-        return pattern_of(self.weight)
-
-
-@dataclass(slots=True)
-class Recording:
-    """What one batch did: calls in order, the model's outputs and caches per pass, arguments of modules."""
-
-    batch: Batch
-    calls: list[Call] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
-    arguments: dict[tuple[str, str, int], torch.Tensor] = field(default_factory=dict)
-    num_broadcasts: int = 0  # products of real tensors of which one is repeated along a batch dimension
-
-    def by_key(self) -> dict[tuple[str, int], Call]:
-        return {(call.weight, call.index): call for call in self.calls}
-
-    @property
-    def has_decode(self) -> bool:
-        return len(self.passes) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """One operation that mixes a weight with real tensors."""
-
-    weight: str
-    is_own: bool  # the module that has the weight under this name is running
-    function: str
-    tensor: torch.Tensor  # the weight, or what was made of it
-    inputs: tuple[torch.Tensor, ...]  # floating-point, of two dimensions or more
-    index: int  # how often the weight was used before
-    result_on_meta: Callable[[], torch.Tensor]
-
-
-class _Interceptor(TorchFunctionMode):
-    """Hands every operation on weights and real tensors to ``self.use``."""
-
-    def __init__(self, owners: Owners) -> None:
-        super().__init__()
-        self.owners = owners
-        self.counts: dict[str, int] = {}
-        self.num_broadcasts = 0
-        self.step = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(_tensors((args, tuple(kwargs.values()))))
-        metas = [tensor for tensor in tensors if tensor.is_meta]
-        name = getattr(func, "__name__", "")
-        if metas and func == torch.Tensor.device.__get__:
-            return torch.device("cpu")  # what code creates "where the weight is" must be real
-        if not metas or name in _METADATA:
-            self.num_broadcasts += name in _PRODUCTS and _broadcasts(tensors)
-            return func(*args, **kwargs)
-        reals = [tensor for tensor in tensors if not tensor.is_meta]
-        if name in ("__getitem__", "select", "index_select") and len(reals) == 1 and reals[0].numel() == 1:
-            plain = int(reals[0])  # one expert chosen by a tensor: a view of the weight
-            args = tuple(plain if value is reals[0] else value for value in args)
-            reals = []
-        if not reals:
-            result = func(*args, **kwargs)
-            for derived in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
-                if derived.is_meta:
-                    self.owners.inherit(self.owners.known(metas), derived)
-            return result
-        return self._contract(func, name, args, kwargs, self.owners.known(metas), reals)
-
-    def _contract(
-        self, func: Any, name: str, args: Any, kwargs: Any, weight: torch.Tensor, reals: list[torch.Tensor]
-    ) -> torch.Tensor:
-        full_name, is_own = self.owners.name(weight)
-        index = self.counts[full_name] = self.counts.get(full_name, -1) + 1
-        inputs = tuple(tensor for tensor in reals if tensor.is_floating_point() and tensor.dim() >= 2)
-
-        def shape() -> torch.Tensor:
-            with torch._C.DisableTorchFunction():
-                result = func(*_to_meta(args), **_to_meta(kwargs))
-            if not isinstance(result, torch.Tensor):
-                raise PlanError(f"{name} of {full_name} gives no tensor")
-            return result
-
-        use = _Use(full_name, is_own, name, weight, inputs, index, shape)
-        return self.use(use)
-
-    def use(self, use: _Use) -> torch.Tensor:
-        """The result of one use of a weight."""
-        raise NotImplementedError
-
-
-class _Recorder(_Interceptor):
+class _Recorder(Interceptor):
     """Notes every use and answers with a random leaf."""
 
     def __init__(self, owners: Owners, recording: Recording) -> None:
         super().__init__(owners)
+        self.without_values: set[str] = set()  # patterns of raw parameters that are no plain factors
         self._recording = recording
         self._generator = torch.Generator().manual_seed(3)
 
-    def use(self, use: _Use) -> torch.Tensor:
+    def use(self, use: Use) -> torch.Tensor:
         like = use.result_on_meta()
         leaf = self._leaf(tuple(like.shape), like.dtype).requires_grad_(True)
-        self._recording.calls.append(
-            Call(use.weight, self._kind(use), use.inputs, leaf, use.index, self.step)
-        )
-        return leaf.clone()  # a copy: code may write into it
+        what = describe(use, self.owners, self.analyser)
+        earlier = self._recording.calls
+        if what.kind == "raw" or (
+            what.how is not None and what.inputs and carries_features(what.how, what.inputs[0], earlier)
+        ):
+            self.without_values.add(pattern_of(use.weight))
+        earlier.append(
+            Call(
+                use.weight, what.kind, what.inputs, leaf, use.index, self.step, what.input_features,
+                what.output_features, use.function, self._users(use), what.how,
+            )
+        )  # fmt: skip
+        added = use.operation.terms(what.how) if what.how is not None else None
+        return leaf.clone() if added is None else leaf + added  # a copy: code may write into it
 
-    def _kind(self, use: _Use) -> Kind:
-        owner, _, attribute = use.weight.rpartition(".")
-        module = self.owners.modules[owner]
-        is_weight = use.is_own and attribute == "weight" and is_splittable(module)
-        if not is_weight or use.tensor.numel() != input_size(module) * output_size(module):
-            return "raw"
-        if isinstance(module, nn.Embedding):
-            return "embedding" if use.function == "embedding" and not use.inputs else "raw"
-        is_product = len(use.inputs) == 1 and use.inputs[0].shape[-1] == input_size(module)
-        return "linear" if is_linear(module) and is_product else "raw"
+    def _users(self, use: Use) -> tuple[str, ...]:
+        held = self.owners.users.get(use.weight, set())
+        return tuple(sorted({*held, self.owners.running}))
 
     def _leaf(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Random features; the second half of the tokens negates the first: no ReLU is dead in all."""
         leaf = torch.empty(shape, dtype=dtype).normal_(generator=self._generator)
+        if not leaf.numel():  # an expert that got no token
+            return leaf
         tokens = leaf.view(-1, shape[-1]) if shape else leaf.view(1, 1)
         half = tokens.shape[0] // 2
         tokens[half : 2 * half] = -tokens[:half]
         return leaf
 
 
-def record(model: nn.Module, batch: Batch, watch_arguments: bool = False) -> Recording:
+def record(
+    model: nn.Module, batch: Batch, watch_arguments: bool = False, is_measured: bool = True
+) -> Recording:
     """Run prefill, and a decode step where the model keeps a cache, noting every use of a weight.
 
     Args:
         model: from :func:`shoal.plan.skeleton.build_probe`.
         batch: what to feed.
         watch_arguments: make the floating-point arguments of modules leaves too, and keep them.
+        is_measured: keep what gradients need; without, a recording can only be replayed.
 
     Raises:
         PlanError: the model does something that cannot be followed.
         Exception: whatever the model's own code raises.
     """
+    while True:
+        recording, *without_values = _record(model, batch, watch_arguments, is_measured)
+        if not any(materialise(model, patterns) for patterns in without_values):
+            return recording
+
+
+def _record(
+    model: nn.Module, batch: Batch, watch_arguments: bool, is_measured: bool
+) -> tuple[Recording, set[str], set[str]]:
+    """One recording, and the patterns of parameters that ought to have values: those that are no factors,
+    and those that ought to have them if giving them to the former does not help.
+    """
     recording = Recording(batch)
+    recording.num_stubs = sum(parameter.is_meta for parameter in model.parameters())
     owners = Owners(model)
     handles = list(_watch_arguments(model, recording)) if watch_arguments else []
+    recorder = _Recorder(owners, recording)
     try:
-        with torch.enable_grad(), own_random(), _Recorder(owners, recording) as mode:
+        with restored(model), _gradients(is_measured), own_random(), recorder:
             recording.passes.append(prefill_pass(model, batch))
-            if recording.passes[0].cache is not None:
-                mode.step = 1
-                recording.passes.append(decode_pass(model, batch, recording.passes[0]))
-            recording.num_broadcasts = mode.num_broadcasts
+            if recording.passes[0].carried:
+                recorder.step = 1
+                _record_decode(model, recording)
+            recording.num_broadcasts = recorder.num_broadcasts
+            recording.operations = frozenset(recorder.operations.items())
+            recording.draws = frozenset(recorder.draws)
+        for name in sorted({*owners.entangled, *_tables_with_values(model)}):
+            # What else is done with them is not known.
+            recording.calls.append(Call(name, "raw", (), torch.zeros(1, requires_grad=True), -1, 0))
     finally:
         owners.close()
         for handle in handles:
             handle.remove()
-    return recording
+    return recording, recorder.without_values, {pattern_of(name) for name in owners.entangled}
+
+
+def _record_decode(model: nn.Module, recording: Recording) -> None:
+    """A decode step, unless the model's own code cannot be driven through one as we do it."""
+    try:
+        recording.passes.append(decode_pass(model, recording.batch, recording.passes[0]))
+    except PlanError:
+        raise
+    except Exception as error:  # the model's own code may want its cache or its arguments otherwise
+        _log.info("%s is measured without a decode step: %s", type(model).__name__, error)
+        recording.calls = [call for call in recording.calls if call.step == 0]
+
+
+@contextmanager
+def _gradients(are_wanted: bool) -> Iterator[None]:
+    with torch.set_grad_enabled(are_wanted), kept_for_backward() if are_wanted else nullcontext():
+        yield
+
+
+def _tables_with_values(model: nn.Module) -> Iterator[str]:
+    """Weights of embeddings that code of its own uses, so that they were given values."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and is_splittable(module) and not module.weight.is_meta:
+            yield f"{name}.weight"
 
 
 def _watch_arguments(model: nn.Module, recording: Recording) -> Iterator[Any]:
@@ -244,13 +190,19 @@ def _argument_hook(name: str, counts: dict[str, int], recording: Recording) -> C
 
 @dataclass(slots=True)
 class Replay:
-    """A rank's part of the weights, by pattern, as indices: input columns and output rows."""
+    """A rank's part of the weights, by pattern, as features: input columns and output rows.
+
+    ``slabs`` has, for weights that code of its own multiplies by, the dimension of the parameter that is
+    cut, and the rank's indices along it.
+    """
 
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    slabs: Mapping[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    result: Callable[[Call], torch.Tensor] | None = None  # what a use gives instead of what was recorded
 
 
-class _Replayer(_Interceptor):
+class _Replayer(Interceptor):
     """Checks every use against the recording and answers from it."""
 
     def __init__(self, owners: Owners, recording: Recording, part: Replay) -> None:
@@ -258,17 +210,77 @@ class _Replayer(_Interceptor):
         self._recorded = recording.by_key()
         self._part = part
 
-    def use(self, use: _Use) -> torch.Tensor:
+    def use(self, use: Use) -> torch.Tensor:
         call = self._recorded.get((use.weight, use.index))
-        if call is None or len(call.inputs) != len(use.inputs):
+        if call is None:
+            raise GlueError(f"{use.weight} is used otherwise than in the whole model")
+        if call.kind == "product":
+            return self._product(use, call)
+        if len(call.inputs) != len(use.inputs):
             raise GlueError(f"{use.weight} is used otherwise than in the whole model")
         columns = self._part.columns.get(call.pattern)
         for got, want in zip(use.inputs, call.inputs, strict=True):
             want = want.detach()
             check_equal(use.weight, got, want if columns is None else want.index_select(-1, columns))
         rows = self._part.rows.get(call.pattern)
-        output = call.output.detach()
+        output = self._result(call)
         return output.clone() if rows is None else output.index_select(-1, rows)
+
+    def _product(self, use: Use, call: Call) -> torch.Tensor:
+        """The same for code of its own: with the rank's part of the weight it must do the same product."""
+        assert call.how is not None
+        slab = self._part.slabs.get(call.pattern)
+        wanted = () if slab is None else (slab[0],)
+        is_alike = use.function == call.function
+        what = describe_product(use, self.owners, call.how, wanted) if is_alike else None
+        if what is None:
+            raise GlueError(f"{use.weight} is used otherwise than in the whole model")
+        columns, rows = self._part.columns.get(call.pattern), self._part.rows.get(call.pattern)
+        self._check_part(call, call.input_features, what.input_features, columns)
+        self._check_part(call, call.output_features, what.output_features, rows)
+        if what.inputs:
+            want = call.inputs[0].detach()
+            check_equal(use.weight, what.inputs[0], _cut(call, call.input_features, want, columns))
+        output = _cut(call, call.output_features, self._result(call), rows)
+        if use.operation.shape({}) != tuple(output.shape):
+            raise GlueError(f"{use.weight}: its product has another shape than a rank's part of the result")
+        added = use.operation.terms(call.how)
+        return output.clone() if added is None else output + added
+
+    def _result(self, call: Call) -> torch.Tensor:
+        return call.output.detach() if self._part.result is None else self._part.result(call)
+
+    def _check_part(
+        self, call: Call, whole: Features | None, local: Features | None, kept: torch.Tensor | None
+    ) -> None:
+        """Raise GlueError unless the rank's code takes just the kept features out of its part."""
+        if whole is None or local is None:
+            if kept is not None:
+                raise GlueError(f"{call.weight} is used otherwise than in its region")
+            return
+        slab = self._part.slabs.get(call.pattern)
+        count = whole.count if kept is None else len(kept)
+        if local.count != count:
+            raise GlueError(f"{call.weight}: {local.count} features where {count} were wanted")
+        if slab is None or kept is None:
+            return
+        dim, indices = slab
+        if dim not in whole.places or dim not in local.places:
+            raise GlueError(f"{call.weight} is used otherwise than in its region")
+        if not torch.equal(indices[local.places[dim]], whole.places[dim][kept]):
+            raise GlueError(f"{call.weight}: other features than in the whole model")
+
+
+def _cut(
+    call: Call, features: Features | None, tensor: torch.Tensor, kept: torch.Tensor | None
+) -> torch.Tensor:
+    """The kept features of an activation."""
+    if kept is None or features is None:
+        return tensor
+    part = features.cut(tensor, kept)
+    if part is None:
+        raise GlueError(f"{call.weight}: what a rank keeps is no part along one dimension")
+    return part
 
 
 def replay(model: nn.Module, recording: Recording, part: Replay, mode: TorchFunctionMode) -> list[Pass]:
@@ -290,7 +302,13 @@ def replay(model: nn.Module, recording: Recording, part: Replay, mode: TorchFunc
     """
     owners = Owners(model)
     try:
-        with torch.no_grad(), own_random(), _Replayer(owners, recording, part) as interceptor, mode:
+        with (
+            restored(model),
+            torch.no_grad(),
+            own_random(),
+            _Replayer(owners, recording, part) as interceptor,
+            mode,
+        ):
             passes = [prefill_pass(model, recording.batch)]
             if recording.has_decode:
                 interceptor.step = 1
@@ -314,30 +332,3 @@ def check_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise GlueError(f"{name}: {tuple(got.shape)} where {tuple(want.shape)} was wanted")
     if not torch.allclose(got, want, rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True):
         raise GlueError(f"{name}: other values than in the whole model")
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-
-
-def _broadcasts(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the batch dimensions of a product differ."""
-    batches = {tuple(tensor.shape[:-2]) for tensor in tensors if tensor.dim() > 2}
-    return len(batches) > 1
-
-
-def _to_meta(value: Any) -> Any:
-    """The same arguments with every real tensor replaced by one of its shape on meta."""
-    if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, dict):
-        return {key: _to_meta(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(_to_meta(item) for item in value)
-    return value

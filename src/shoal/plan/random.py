@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OwnRandom", "fills_randomly", "own_random"]
+__all__ = ["OwnRandom", "fills_randomly", "is_random", "own_random"]
 
 _RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_",
                     "geometric_"}  # fmt: skip
@@ -29,11 +29,15 @@ class OwnRandom(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        is_random = func in _RANDOM_CREATORS or fills_randomly(func, kwargs)
-        if is_random and kwargs.get("generator") is None and _is_on_cpu(args, kwargs):
-            kwargs["generator"] = self._generator
+        kwargs = kwargs or {}
+        if is_random(func, kwargs) and kwargs.get("generator") is None and _is_on_cpu(args, kwargs):
+            kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
+
+
+def is_random(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function draws random numbers."""
+    return func in _RANDOM_CREATORS or fills_randomly(func, kwargs)
 
 
 def fills_randomly(func: Any, kwargs: dict[str, Any]) -> bool:

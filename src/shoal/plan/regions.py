@@ -15,10 +15,21 @@ from math import gcd
 
 import torch
 
-from shoal.plan.cones import Consumer, Flow
+from shoal.plan.calls import Call
+from shoal.plan.cones import Cone, Consumer, Flow
+from shoal.plan.features import Features, Slab, find_slab
 from shoal.plan.types import Range, even_ranges, pattern_of
 
-__all__ = ["DraftRegion", "deal", "deal_region", "draft_regions", "home_of", "ranges_of", "rank_elements"]
+__all__ = [
+    "DraftRegion",
+    "component_counts",
+    "deal",
+    "deal_region",
+    "draft_regions",
+    "home_of",
+    "ranges_of",
+    "rank_elements",
+]
 
 _QUANTA = (16, 8, 4, 2, 1)  # neurons are dealt by so many: a vector register, or a panel of a packed weight
 _MIN_QUANTA = 32  # per rank, so that rounding to quanta does not unbalance the ranks
@@ -31,11 +42,13 @@ class DraftRegion:
     consumers: list[Consumer]
     num_components: int = 0
     component_elements: float = 0.0  # of one component, all layers together
+    unit: int = 1  # components that are dealt together
     coarser: int = 0  # a coarser division with fewer components than ranks, if there is one
     shares: tuple[int, ...] = ()
     duplicated: tuple[str, ...] = ()  # producer patterns
     columns: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # pattern -> indices a rank
     rows: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # pattern -> indices a rank
+    slabs: dict[str, Slab] = field(default_factory=dict)  # pattern -> what ranks keep of the parameter
     widths: dict[str, int] = field(default_factory=dict)  # pattern -> all features
     home: str = ""  # pattern of the module whose code lies between producers and consumers
     reason: str = ""  # why it cannot be split; empty if it may be
@@ -52,6 +65,12 @@ class DraftRegion:
     @property
     def name(self) -> str:
         return self.consumers[0].call.pattern
+
+    @property
+    def products(self) -> set[str]:
+        """Patterns of the weights that code of its own multiplies by."""
+        calls = [call for consumer in self.consumers for call in (*consumer.calls, *consumer.upstream)]
+        return {call.pattern for call in calls if call.kind == "product"}
 
 
 def draft_regions(flow: Flow, tp: int, elements: Mapping[str, int]) -> list[DraftRegion]:
@@ -71,10 +90,17 @@ def draft_regions(flow: Flow, tp: int, elements: Mapping[str, int]) -> list[Draf
 
 
 def deal_region(region: DraftRegion, loads: Sequence[float]) -> None:
-    """Give every rank its components, so that ``loads`` (elements a rank) come out level, and cut."""
+    """Give every rank its components, so that ``loads`` (elements a rank) come out level, and cut.
+
+    The region's ``reason`` is set where a rank's features are no part of the parameter along one dimension.
+    """
     tp = len(loads)
-    region.shares = deal(region.num_components, tp, region.component_elements, loads, region.coarser)
+    count, weight = region.num_components // region.unit, region.component_elements * region.unit
+    shares = deal(count, tp, weight, loads, region.coarser)
+    region.shares = tuple(share * region.unit for share in shares)
+    region.rows, region.columns, region.slabs = {}, {}, {}
     _cut(region, tp)
+    _find_slabs(region)
 
 
 def rank_elements(region: DraftRegion, elements: Mapping[str, int], rank: int) -> float:
@@ -87,7 +113,7 @@ def _joined(consumers: Sequence[Consumer]) -> list[list[Consumer]]:
     """Consumers that share a producer pattern, together."""
     groups: list[tuple[set[str], list[Consumer]]] = []
     for consumer in consumers:
-        producers = {pattern_of(name) for name in consumer.cones}
+        producers = set(consumer.cones)
         members = [consumer]
         for other in [group for group in groups if group[0] & producers]:
             groups.remove(other)
@@ -99,38 +125,53 @@ def _joined(consumers: Sequence[Consumer]) -> list[list[Consumer]]:
 
 def _describe(region: DraftRegion, elements: Mapping[str, int]) -> None:
     """Fill in widths and home; refuse what is no plain producers-to-consumers region."""
-    consumers = {consumer.call.pattern for consumer in region.consumers}
     for consumer in region.consumers:
         region.widths[consumer.call.pattern] = consumer.width
-        for call in consumer.upstream:
-            region.widths[call.pattern] = call.output.shape[-1]
-            if call.kind == "raw":
-                region.reason = f"{call.pattern} is used by code of its own, not by a linear module"
+        region.widths |= {call.pattern: call.num_outputs for call in consumer.upstream}
+    consumers = {consumer.call.pattern for consumer in region.consumers}
     producers = {call.pattern for consumer in region.consumers for call in consumer.upstream}
-    if producers & consumers:
-        region.reason = "a consumer is a producer of the same region"
     unknown = (producers | consumers) - elements.keys()
-    if unknown and not region.reason:
+    # Fed by other weights in other layers is one way of use.
+    ways = {(c.call.pattern, c.width, c.call.kind, _dims(c.call.input_features)) for c in region.consumers}
+    if len(consumers) < len(ways):
+        region.reason = "a consumer is used in two ways"
+    elif producers & consumers:
+        region.reason = "a consumer is a producer of the same region"
+    elif unknown:
         region.reason = f"no weight of the whole model is named {sorted(unknown)[0]}"
     region.home = home_of(region.consumers)
+
+
+def _dims(features: Features | None) -> tuple[tuple[int, ...], ...]:
+    return (features.dims, features.sizes, features.shape) if features else ()
 
 
 def home_of(consumers: Sequence[Consumer]) -> str:
     """Pattern of the innermost module that contains consumers and producers of one layer."""
     names: list[list[str]] = []
     for consumer in consumers:
-        own = consumer.call.weight.split(".")[:-1]
-        names.append(own)
-        layer = [part for part in own if part.isdigit()]
-        for call in consumer.upstream:
-            path = call.weight.split(".")[:-1]
-            if [part for part in path if part.isdigit()] == layer:
-                names.append(path)
+        layer = _layer_of(consumer.call)
+        calls = [call for call in (*consumer.calls, *consumer.upstream) if _layer_of(call) == layer]
+        for call in calls:
+            names += _places_of(call)
     columns = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
     common = [parts[0] for parts in columns]
     if names.count(common):  # a single linear: its parent's code is what lies around it
         common = common[:-1]
     return pattern_of(".".join(common))
+
+
+def _layer_of(call: Call) -> list[str]:
+    """The numbers in a weight's name, an expert's left out."""
+    return [part for part in call.weight.split(".")[:-1] if part.isdigit()][:1]
+
+
+def _places_of(call: Call) -> list[list[str]]:
+    """Paths within the home: a linear as it is one, or a parameter and the modules that take hold of it."""
+    path = call.weight.split(".")
+    if call.kind != "product":
+        return [path[:-1]]
+    return [path, *([*user.split("."), ""] if user else [""] for user in call.users)]
 
 
 def _choose_components(region: DraftRegion, tp: int, elements: Mapping[str, int]) -> None:
@@ -206,11 +247,39 @@ def _cut(region: DraftRegion, tp: int) -> None:
         pairs = list(itertools.pairwise(edges))
         region.columns[consumer.call.pattern] = [torch.arange(start, stop) for start, stop in pairs]
         for name, cone in consumer.cones.items():
-            rows = [cone.rows(start, stop) for start, stop in pairs]
-            _merge(region, pattern_of(name), rows)
-            if sum(len(part) for part in rows) > len(cone.block):
-                duplicated.add(pattern_of(name))
+            _merge(region, name, [_rows(region, consumer, cone, start, stop) for start, stop in pairs])
+    for name, parts in region.rows.items():
+        if sum(len(part) for part in parts) > region.widths[name]:
+            duplicated.add(name)
     region.duplicated = tuple(sorted(duplicated))
+
+
+def _rows(region: DraftRegion, consumer: Consumer, cone: Cone, start: int, stop: int) -> torch.Tensor:
+    """What reaches those features of a consumer; unknown features unless another consumer knows them."""
+    rows = cone.rows(start, stop)
+    others = [other.cones[cone.producer] for other in region.consumers if other is not consumer
+              and cone.producer in other.cones]  # fmt: skip
+    for other in others:
+        rows = rows[cone.reaches[rows] | ~other.reaches[rows]]
+    return rows
+
+
+def _find_slabs(region: DraftRegion) -> None:
+    """The part of every parameter that holds a rank's features."""
+    for parts, side in ((region.columns, "input_features"), (region.rows, "output_features")):
+        for pattern, kept in parts.items():
+            calls = [
+                call
+                for consumer in region.consumers
+                for call in (consumer.calls if parts is region.columns else consumer.upstream)
+                if call.pattern == pattern
+            ]
+            uses: list[Features] = [getattr(call, side) for call in calls]
+            slab = find_slab(uses, kept) if all(uses) else None
+            if slab is None:
+                region.reason = f"what a rank needs of {pattern} is no part of it along one dimension"
+                return
+            region.slabs[pattern] = slab
 
 
 def _merge(region: DraftRegion, pattern: str, rows: list[torch.Tensor]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from shoal.errors import PlanError
-from shoal.plan.types import Plan, Split, TensorSlice
+from shoal.plan.types import Plan, Split, TensorSlice, pattern_of
 
-__all__ = ["direct_tensors", "slices", "split_parameters"]
+__all__ = ["direct_tensors", "once_parameters", "slices", "split_parameters", "zero_names"]
 
 
 def direct_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -54,6 +54,21 @@ def _split_of(plan: Plan, name: str) -> tuple[Split | None, int]:
     return None, 0
 
 
+def once_parameters(plan: Plan, model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(full name, owning module, attribute) of every parameter that only rank 0 adds: those the plan says so
+    of, and biases of linears whose results are summed later.
+    """
+    late = {weight for reduction in plan.reductions for weight in reduction.weights}
+    for name, module, attribute in direct_tensors(model):
+        if attribute not in module._parameters:
+            continue
+        split = plan.split_of(name)
+        weight = f"{name.removesuffix('bias')}weight"
+        is_late_bias = attribute == "bias" and (weight in late or pattern_of(weight) in late)
+        if (split is not None and split.op == "once") or (split is None and is_late_bias):
+            yield name, module, attribute
+
+
 def slices(plan: Plan, model: nn.Module, rank: int) -> dict[str, TensorSlice]:
     """What ``rank`` reads of each tensor that the plan splits.
 
@@ -78,6 +93,12 @@ def slices(plan: Plan, model: nn.Module, rank: int) -> dict[str, TensorSlice]:
             raise PlanError(f"{name}: dimension {dim} is {size} long, the plan was made for {split.size}")
         found[name] = TensorSlice(dim, split.ranges[rank], size)
     return found
+
+
+def zero_names(plan: Plan, model: nn.Module, rank: int) -> frozenset[str]:
+    """Full names of the parameters that are zero on ``rank``, since only rank 0 adds them; nothing of them is
+    read."""
+    return frozenset() if rank == 0 else frozenset(name for name, _, _ in once_parameters(plan, model))
 
 
 def check_rank(plan: Plan, rank: int) -> None:

@@ -1,9 +1,10 @@
 """The plan: which rank holds which slice of which tensor, as data. Knows neither torch nor any model.
 
 A plan speaks of parameters by *pattern*: the parameter's full name with every path component that is a
-number replaced by ``*`` (``model.layers.*.self_attn.q_proj.weight``). An exact name, where it occurs as
-a key, wins over its pattern. Ranges are half-open ``(start, stop)`` along one dimension of the tensor as
-the checkpoint stores it.
+number replaced by ``*`` (``model.layers.*.self_attn.q_proj.weight``), but for the number of what has a
+``weight`` or a ``bias`` itself (``h.*.mlp.0.weight``): ``mlp.0`` and ``mlp.2`` of a sequence are two linears,
+not one that occurs twice. An exact name, where it occurs as a key, wins over its pattern. Ranges are
+half-open ``(start, stop)`` along one dimension of the tensor as the checkpoint stores it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ __all__ = [
     "Patch",
     "Plan",
     "Range",
+    "Reduction",
     "Region",
+    "Reshape",
     "Scalar",
     "Split",
     "TensorSlice",
@@ -32,22 +35,31 @@ __all__ = [
     "total",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 Range = tuple[int, int]
 Scalar = str | int | float | bool
 
-Operation = Literal["column", "row", "gather", "vocab", "replicate"]
+Operation = Literal["column", "row", "gather", "vocab", "experts", "once", "replicate"]
 """How a weight is used once it is split.
 
 =========  ==========================================================================================
 column     output features are split, the result stays on the rank (no collective)
-row        input features are split, the results are summed over ranks
+row        input features are split, the results are summed over ranks: by the operation that uses the
+           weight, or later, where a :class:`Reduction` says so
 gather     output features are split, the results are concatenated on every rank
 vocab      rows of an embedding table are split; looked-up rows are summed over ranks
+experts    whole experts of a stack are dealt to ranks; what they give is summed where a
+           :class:`Reduction` says so
+once       a term that is added before a reduction: whole on rank 0, zeros on the others
 replicate  whole on every rank; ``reason`` says why
 =========  ==========================================================================================
+
+Weights are those of linears and embeddings, and raw parameters that a module's own code multiplies by
+(stacked experts, an einsum's factors), which have no module of their own.
 """
+
+_OWN = ("weight", "bias")  # of a linear, an embedding or a norm, whose name comes before it
 
 BiasRule = Literal["split", "once", "none"]
 """``split``: the bias is cut like the output features. ``once``: whole on every rank, added after the
@@ -55,8 +67,14 @@ reduction. ``none``: there is no bias."""
 
 
 def pattern_of(name: str) -> str:
-    """``a.0.fc1.weight`` -> ``a.*.fc1.weight``: only whole numeric components become ``*``."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """``a.0.fc1.weight`` -> ``a.*.fc1.weight``: only whole numeric components become ``*``.
+
+    The number of what has a weight or a bias itself stays: ``a.0.fc.2.weight`` -> ``a.*.fc.2.weight``. The
+    name of a module is no parameter's: ``a.0.fc.2`` -> ``a.*.fc.*``.
+    """
+    parts = name.split(".")
+    kept = len(parts) - 2 if parts[-1] in _OWN else -1
+    return ".".join("*" if part.isdigit() and i != kept else part for i, part in enumerate(parts))
 
 
 def total(ranges: Iterable[Range]) -> int:
@@ -102,7 +120,7 @@ class Split:
     @property
     def is_split(self) -> bool:
         """Whether ranks hold less than the whole tensor."""
-        return self.op != "replicate"
+        return self.op not in ("replicate", "once")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -161,8 +179,9 @@ class Patch:
 class ArgumentSlice:
     """A tensor argument of which a module gets only the rank's part (ALiBi, for one).
 
-    Along ``dim`` the argument repeats a pattern of ``period`` indices (``batch * heads`` is ``batch``
-    repetitions of ``heads``); the rank keeps ``ranges`` of each repetition.
+    ``dim`` counts from the end (-1 is the last): leading dimensions may come and go between calls. Along it
+    the argument repeats a pattern of ``period`` indices (``batch * heads`` is ``batch`` repetitions of
+    ``heads``); the rank keeps ``ranges`` of each repetition.
     """
 
     module: str  # pattern
@@ -184,6 +203,48 @@ class ArgumentSlice:
     def from_dict(cls, data: Mapping[str, Any]) -> ArgumentSlice:
         ranges = tuple(_ranges(entry) for entry in data["ranges"])
         return cls(data["module"], data["argument"], int(data["dim"]), int(data["period"]), ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """A width that a module's code takes from the shape of its input, and reshapes the rank's part to.
+
+    In the forward of every module whose name matches ``module``, a ``view`` or ``reshape`` that does not
+    fit the tensor's elements, and does with one size that equals ``old`` replaced by the rank's value, is
+    done with that value. One that fits is left alone.
+    """
+
+    module: str  # pattern
+    old: int
+    values: tuple[int, ...]  # one a rank
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"module": self.module, "old": self.old, "values": list(self.values)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reshape:
+        return cls(data["module"], int(data["old"]), tuple(int(value) for value in data["values"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Partial results that are summed over ranks late, once, in a module's output.
+
+    The row-split ``weights`` (and those split by ``experts``) inside the module leave their results
+    partial; from there on the module's code is linear in them, so that summing output ``output`` of the
+    module gives what summing each would. Without a reduction a row-split weight's own result is summed.
+    """
+
+    module: str  # pattern
+    output: int  # position among the module's outputs where it returns several, else 0
+    weights: tuple[str, ...]  # parameter patterns
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"module": self.module, "output": self.output, "weights": list(self.weights)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reduction:
+        return cls(data["module"], int(data["output"]), tuple(str(name) for name in data["weights"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +290,7 @@ class Region:
     producers: tuple[str, ...]  # parameter patterns, op column (or raw parameters)
     components: int  # heads, KV groups or neurons that are dealt out
     shares: tuple[int, ...]  # components a rank
-    width: int  # input features of the consumer
+    width: int  # input features of the consumer; of several dimensions (heads, features), their product
     divisions: tuple[int, ...]  # into how many blocks producers' features divide them: KV groups, heads ...
     duplicated: tuple[str, ...] = ()  # producers of which several ranks hold the same features
 
@@ -266,6 +327,8 @@ class Plan:
     params: Mapping[str, Split] = field(default_factory=dict)
     patches: tuple[Patch, ...] = ()
     args: tuple[ArgumentSlice, ...] = ()
+    reshapes: tuple[Reshape, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
     kv: tuple[KeyValueHeads, ...] = ()
     regions: tuple[Region, ...] = ()
     evidence: Mapping[str, Scalar] = field(default_factory=dict)
@@ -284,6 +347,8 @@ class Plan:
             "params": {pattern: split.to_dict() for pattern, split in self.params.items()},
             "patches": [patch.to_dict() for patch in self.patches],
             "args": [argument.to_dict() for argument in self.args],
+            "reshapes": [entry.to_dict() for entry in self.reshapes],
+            "reductions": [entry.to_dict() for entry in self.reductions],
             "kv": [entry.to_dict() for entry in self.kv],
             "regions": [region.to_dict() for region in self.regions],
             "evidence": dict(self.evidence),
@@ -306,6 +371,8 @@ class Plan:
                 params={str(name): Split.from_dict(split) for name, split in data["params"].items()},
                 patches=tuple(Patch.from_dict(entry) for entry in data["patches"]),
                 args=tuple(ArgumentSlice.from_dict(entry) for entry in data["args"]),
+                reshapes=tuple(Reshape.from_dict(entry) for entry in data["reshapes"]),
+                reductions=tuple(Reduction.from_dict(entry) for entry in data["reductions"]),
                 kv=tuple(KeyValueHeads.from_dict(entry) for entry in data["kv"]),
                 regions=tuple(Region.from_dict(entry) for entry in data["regions"]),
                 evidence=dict(data["evidence"]),

@@ -1,39 +1,36 @@
 """A small model of the same class and the same head structure, on which a plan can be proved. Knows
 no weights.
 
-Head counts, and everything else that the plan counts, stay. Head size, hidden size, neurons and
-vocabulary shrink: a value of the config shrinks if it is a multiple of the head size, the width of a
-neuron region, or the vocabulary. Whether the guess was right is not believed but measured: the clone
-must have the same parameters, and its regions the same divisions, as the real model.
+Which config gives one is guessed (:mod:`shoal.prove.shrink`). Whether the guess was right is not believed but
+measured: the clone must have the same parameters, and its regions the same divisions, as the real model.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections.abc import Iterator, Mapping
+import time
 from dataclasses import dataclass
-from functools import reduce
-from math import gcd
 from typing import Any
 
 from torch import nn
 
 from shoal.errors import PlanError
-from shoal.plan.cones import measure
 from shoal.plan.drive import batch_of
+from shoal.plan.naming import Naming
 from shoal.plan.probe import record
-from shoal.plan.skeleton import build_on_meta, build_probe, cut_depth, embedding_size
-from shoal.plan.types import Plan, Split
+from shoal.plan.skeleton import build_on_meta, build_probe, cut_depth, embedding_size, shorten_lengths
+from shoal.plan.survey import data_flow
+from shoal.plan.types import Plan, pattern_of
+from shoal.prove.shrink import Structure, candidates, shrink_further, structure_of
 from shoal.prove.simulate import Subject, random_subject
 from shoal.prove.substitute import RegionMismatchError, check_structure, substitute
 
 __all__ = ["Clone", "find_clone"]
 
-_HEAD_SIZES = (16, 8, 32)  # of the clone; the first that works
 _MAX_ELEMENTS = 40_000_000  # of the clone: 320 MB in float64
-_FEW_NEURONS = 8  # per rank
-_TOKENS = 8  # of the batch on which the data flow is measured
+_ENOUGH_ELEMENTS = 4_000_000  # below, making it smaller costs more than it saves
+_HEAD_FEATURES = 4  # of a head, at least
+_SHRINK_S = 3.0  # how long to look for a smaller one
+_TOKENS = 8  # of the batch that shows whether a config's model runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,113 +53,116 @@ def find_clone(plan: Plan, model_class: type[nn.Module], config: Any) -> Clone:
 
     Raises:
         RegionMismatchError: a region differs in every candidate.
-        PlanError: none is small enough to be computed, or none can be run.
+        PlanError: none is small enough to be computed, or none can be run; the message says what stopped
+            the likeliest.
     """
     full = build_on_meta(model_class, config)
-    cut = cut_depth(model_class, config, full)
-    names = [name for name, _ in build_on_meta(model_class, cut.config).named_parameters()]
+    short = cut_depth(model_class, config, full).config
+    if plan.evidence.get("short_lengths"):
+        short = shorten_lengths(model_class, short)
+    search = _Search(plan, model_class, _shape_of(build_on_meta(model_class, short)))
+    structure = structure_of(plan, short)
     mismatch: RegionMismatchError | None = None
-    failure = "no candidate has the same parameters"
-    for candidate in _candidates(plan, cut.config):
+    failures: list[str] = []
+    for candidate in candidates(structure, short):
         try:
-            small = build_on_meta(model_class, candidate)
-            if [name for name, _ in small.named_parameters()] != names:
-                continue
-            if sum(parameter.numel() for parameter in small.parameters()) > _MAX_ELEMENTS:
-                failure = "none is small enough"
-                continue
-            if plan.regions:
-                _check_regions(plan, model_class, candidate, small)
-            return Clone(candidate, small, random_subject(model_class, candidate))
+            elements = search.elements(candidate)
+            if elements > _ENOUGH_ELEMENTS:
+                candidate = search.shrunk(structure, candidate)
+                elements = search.elements(candidate)
+            if elements > _MAX_ELEMENTS:
+                raise PlanError(f"it has {elements / 1e6:.0f} million parameters, too many to compute")
+            return search.finished(candidate)
         except RegionMismatchError as error:
             mismatch = mismatch or error
         except Exception as error:  # a config or its model refuses values in any way; the next may fit
-            failure = f"{type(error).__name__}: {str(error)[:200]}"
-    raise mismatch or PlanError(f"no small {model_class.__name__} to prove the plan on: {failure}")
+            failures.append(f"{type(error).__name__}: {str(error)[:200]}")
+    raise mismatch or PlanError(
+        f"no small {model_class.__name__} to prove the plan on, of {len(failures)} tried: {failures[0]}"
+    )
+
+
+def _shape_of(model: nn.Module) -> dict[str, int]:
+    """Names of parameters and their numbers of dimensions."""
+    return {name: parameter.dim() for name, parameter in model.named_parameters()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What a candidate is held against."""
+
+    plan: Plan
+    model_class: type[nn.Module]
+    shape: dict[str, int]  # of the real model
+
+    def elements(self, config: Any) -> int:
+        """Parameter elements of a config's model.
+
+        Raises:
+            RegionMismatchError: the plan's borders do not scale to its widths.
+            PlanError: it has other parameters.
+            Exception: whatever the model's constructor raises.
+        """
+        small = build_on_meta(self.model_class, config)
+        if _shape_of(small) != self.shape:
+            raise PlanError("it has other parameters")
+        self._check_heads(substitute(self.plan, small))
+        return sum(parameter.numel() for parameter in small.parameters())
+
+    def _check_heads(self, own: Plan) -> None:
+        """A head of one or two features would hide what goes on inside heads.
+
+        Raises:
+            PlanError: there are such.
+        """
+        for region in self.plan.regions:
+            counts = [count for count in region.divisions if count < region.width]
+            whole, small = self.plan.params[region.consumer].size, own.params[region.consumer].size
+            if counts and small < whole and region.width * small < _HEAD_FEATURES * max(counts) * whole:
+                raise PlanError(f"the heads that feed {region.consumer} get too small")
+
+    def shrunk(self, structure: Structure, config: Any) -> Any:
+        """A smaller config than one that serves, if there is one."""
+
+        def elements_of(smaller: Any) -> int | None:
+            try:
+                return self.elements(smaller)
+            except Exception:  # as above: then this value stays as it is
+                return None
+
+        deadline = time.monotonic() + _SHRINK_S
+        return shrink_further(structure, config, elements_of, self._runs, _ENOUGH_ELEMENTS, deadline)
+
+    def _runs(self, config: Any) -> bool:
+        """Whether the model takes as many tokens as it will be given, without its weights."""
+        tokens = max(_TOKENS, int(self.plan.evidence.get("long_tokens", 0)))
+        try:
+            record(build_probe(self.model_class, config), batch_of(embedding_size(config), 1, tokens))
+        except Exception:  # as above
+            return False
+        return True
+
+    def finished(self, config: Any) -> Clone:
+        """The clone, its regions checked and its outputs computed.
+
+        Raises:
+            RegionMismatchError: a region differs.
+            Exception: whatever the model's own code raises.
+        """
+        small = build_on_meta(self.model_class, config)
+        if self.plan.regions:
+            _check_regions(self.plan, self.model_class, config, small)
+        long_tokens = int(self.plan.evidence.get("long_tokens", 0))
+        return Clone(config, small, random_subject(self.model_class, config, long_tokens))
 
 
 def _check_regions(plan: Plan, model_class: type[nn.Module], config: Any, small: nn.Module) -> None:
     """Measure the small model's data flow and hold the plan, with its widths, against it."""
-    recording = record(build_probe(model_class, config), batch_of(embedding_size(config), 1, _TOKENS))
-    check_structure(substitute(plan, small), measure(recording))
+    flow = data_flow(build_probe(model_class, config), config, _names_in(plan))
+    check_structure(substitute(plan, small), flow)
 
 
-def _candidates(plan: Plan, config: Any) -> Iterator[Any]:
-    """Shrunken configs, the most shrunken first; the unchanged one last."""
-    heads = {count for region in plan.regions for count in region.divisions if count < region.width}
-    head_size = _head_size(plan, config)
-    sizes = [size for size in _HEAD_SIZES if head_size % size == 0 and head_size > size]
-    for small_size, whole_heads in itertools.product(sizes, (True, False)):
-        # Multiples of the head size shrink; then parts of a head too (rotary dimensions). A head count
-        # that is also a multiple may be either.
-        doubtful = sorted(count for count in heads if count % head_size == 0)
-        for count in range(len(doubtful) + 1):
-            for widths in itertools.combinations(doubtful, count):
-                unit = head_size if whole_heads else head_size // small_size
-                yield _shrunken(plan, config, heads - set(widths), unit, unit * small_size // head_size)
-    yield _shrunken(plan, config, heads, 1 << 62, 1)
-    yield copy.deepcopy(config)
-
-
-def _head_size(plan: Plan, config: Any) -> int:
-    """Features of a head: from the finest division into heads, or else as the config says."""
-    sizes = [
-        region.width // max(counts)
-        for region in plan.regions
-        if (counts := [count for count in region.divisions if count < region.width])
-    ]
-    if sizes:
-        return min(sizes)
-    hidden, heads = getattr(config, "hidden_size", 64), getattr(config, "num_attention_heads", 1)
-    return int(hidden // heads) if isinstance(hidden, int) and isinstance(heads, int) and heads else 64
-
-
-def _shrunken(plan: Plan, config: Any, kept: set[int], unit: int, small_unit: int) -> Any:
-    """The config with multiples of ``unit`` made as many ``small_unit``, and neurons and vocabulary small."""
-    neurons = _neuron_widths(plan)
-    vocabularies = {split.size for split in plan.params.values() if split.op == "vocab"}
-    vocabularies.add(getattr(config, "vocab_size", 0))
-    widths = {region.width for region in plan.regions}
-    own = copy.deepcopy(config)
-    for name, value in list(vars(own).items()):
-        if type(value) is not int or value < 8 or name.startswith("_") or name.endswith("_token_id"):
-            continue
-        if value in kept:
-            continue
-        if value in neurons:
-            vars(own)[name] = neurons[value]
-        elif value in vocabularies and value > 32 * plan.tp and value not in widths:
-            vars(own)[name] = small_vocabulary(value, plan.tp)
-        elif value % unit == 0:
-            vars(own)[name] = value // unit * small_unit
-    _keep_token_ids(own)
-    return own
-
-
-def small_vocabulary(size: int, tp: int) -> int:
-    """A small size that the ranks share as unevenly as the real one."""
-    return min(size, 32 * tp + size % tp)
-
-
-def _keep_token_ids(config: Any) -> None:
-    """Special ids beyond the small vocabulary become 0: they only mark padding and ends."""
-    size = getattr(config, "vocab_size", None)
-    for name, value in list(vars(config).items()):
-        if name.endswith("_token_id") and type(value) is int and isinstance(size, int) and value >= size:
-            vars(config)[name] = 0
-
-
-def _neuron_widths(plan: Plan) -> Mapping[int, int]:
-    """Widths of regions whose components are single features -> a smaller width with the same shares."""
-    found: dict[int, int] = {}
-    for region in plan.regions:
-        if region.divisions == (region.width,):
-            found[region.width] = _scaled_width(plan.params[region.consumer])
-    return found
-
-
-def _scaled_width(split: Split) -> int:
-    """The smallest width at which the ranks' borders are whole, with a few features a rank."""
-    borders = [bound for ranges in split.ranges for pair in ranges for bound in pair]
-    unit = split.size // reduce(gcd, borders, split.size)
-    return min(split.size, unit * -(-_FEW_NEURONS * len(split.ranges) // unit))
+def _names_in(plan: Plan) -> Naming:
+    """Weights as the plan calls them."""
+    exact = {name for name in plan.params if pattern_of(name) != name}
+    return Naming({name: name for name in exact})

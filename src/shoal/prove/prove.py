@@ -8,8 +8,8 @@ on that model, in prefill, decode and with padding, and must equal the unsharded
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.plan.derive import derive
-from shoal.plan.types import Plan, Scalar, Split
-from shoal.prove.cache import load_plan, plan_key, store_plan
+from shoal.plan.policy import Policy, read_policy
+from shoal.plan.skeleton import build_on_meta
+from shoal.plan.slices import slices
+from shoal.plan.types import Plan, Scalar
+from shoal.prove.blame import find_guilty
+from shoal.prove.cache import has_source, load_plan, plan_key, store_plan
 from shoal.prove.clone import Clone, find_clone
+from shoal.prove.refuse import asked_patterns, refuse_wrong_wishes, wrong_together
 from shoal.prove.simulate import run_plan
 from shoal.prove.substitute import RegionMismatchError, substitute
 
@@ -43,11 +48,22 @@ def prove(plan: Plan, model_class: type[nn.Module], config: Any) -> dict[str, Sc
         raise PlanError(f"a plan for {plan.model_class}, not for {model_class.__name__}")
     if plan.tp == 1:
         return {"proved": True, "relative_error": 0.0}
-    return _prove_numbers(plan, find_clone(plan, model_class, config))
+    slices(plan, build_on_meta(model_class, config), 0)  # refuses a plan of other widths
+    clone = find_clone(plan, model_class, config)
+    try:
+        return _prove_numbers(plan, clone)
+    except PlanError as error:
+        regions, patterns = _to_give_up(plan, clone, error, is_strict=True)
+        raise PlanError(f"{', '.join(sorted(regions | patterns))}: {error}") from error
 
 
 def plan_and_prove(
-    model_class: type[nn.Module], config: Any, tp: int, cache_folder: Path | None = None
+    model_class: type[nn.Module],
+    config: Any,
+    tp: int,
+    cache_folder: Path | None = None,
+    policy: Policy | Mapping[Any, Any] | str | Path | None = None,
+    anew: bool = False,
 ) -> Plan:
     """Derive a plan and prove it; regions that fail are gathered, and the rest is proved again.
 
@@ -56,17 +72,25 @@ def plan_and_prove(
         config: its config.
         tp: number of ranks.
         cache_folder: where proved plans are kept; None keeps none.
+        policy: what the user asks for (:mod:`shoal.plan.policy`).
+        anew: prove even what is in the cache, and refuse where a part that was measured to be right fails
+            its proof, in place of gathering it.
 
     Raises:
-        PlanError: not even the plan that gathers everything could be proved.
+        PlanError: not even the plan that gathers everything could be proved; or the policy asks for what
+            is wrong, and the message names the weight and the size of the error.
+        UsageError: the policy cannot be understood, or names what the model does not have.
     """
+    policy = read_policy(policy)
     if tp == 1:
-        return derive(model_class, config, 1)
-    key = plan_key(model_class, config, tp)
-    cached = load_plan(cache_folder, key) if cache_folder else None
+        return derive(model_class, config, 1, policy=policy)
+    if not has_source(model_class):
+        cache_folder = None
+    key = plan_key(model_class, config, tp, policy.text() if policy else "")
+    cached = load_plan(cache_folder, key) if cache_folder and not anew else None
     if cached is not None and _is_proof_of(cached, model_class, tp):
         return cached
-    plan = _proved(model_class, config, tp)
+    plan = _proved(model_class, config, tp, policy, anew)
     if cache_folder:
         store_plan(cache_folder, key, plan)
     return plan
@@ -77,26 +101,57 @@ def _is_proof_of(plan: Plan, model_class: type[nn.Module], tp: int) -> bool:
     return is_same and plan.evidence.get("proved") is True
 
 
-def _proved(model_class: type[nn.Module], config: Any, tp: int) -> Plan:
+def _proved(
+    model_class: type[nn.Module], config: Any, tp: int, policy: Policy | None, is_strict: bool
+) -> Plan:
     """Derive, prove, exclude what fails, until nothing does."""
     excluded: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     while True:
-        plan = derive(model_class, config, tp, excluded, whole)
+        plan = derive(model_class, config, tp, excluded, whole, policy)
         clone: Clone | None = None
         try:
             clone = find_clone(plan, model_class, config)
             evidence = _prove_numbers(plan, clone)
         except PlanError as error:
-            guilty = _guilty(plan, clone, error)
-            if not guilty.found:
+            regions, patterns = _to_give_up(plan, clone, error, is_strict)
+            if not regions and not patterns:
                 raise PlanError(f"{model_class.__name__} over {tp} ranks: {error}") from error
-            for name in sorted(guilty.regions | guilty.patterns):
+            for name in sorted(regions | patterns):
                 _log.warning("%s is not split as measured, its proof failed: %s", name, error)
-            excluded |= guilty.regions
-            whole |= guilty.patterns
+            excluded |= regions
+            whole |= patterns
         else:
             return replace(plan, evidence={**plan.evidence, **evidence})
+
+
+def _to_give_up(
+    plan: Plan, clone: Clone | None, error: PlanError, is_strict: bool
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Consumers whose regions are to be gathered, and patterns to be replicated, for the rest to prove.
+
+    Raises:
+        PlanError: what fails is not for us to give up: the policy asks for it, or the caller is strict.
+    """
+    if clone is not None:
+        refuse_wrong_wishes(plan, clone)
+    guilty = find_guilty(plan, error, clone is not None, lambda part: _holds(part, clone))
+    asked = set(asked_patterns(plan))
+    if asked & guilty.patterns or (asked and not guilty.regions):
+        raise wrong_together(plan, error)
+    names = sorted(guilty.regions | guilty.patterns)
+    if is_strict and names and clone is not None and not isinstance(error, RegionMismatchError):
+        raise PlanError(f"{', '.join(names)}: measured to be right, but its proof fails: {error}")
+    return guilty.regions, guilty.patterns
+
+
+def _holds(plan: Plan, clone: Clone | None) -> bool:
+    try:
+        assert clone is not None, "a part is only tried where there is a model to try it on"
+        _prove_numbers(plan, clone)
+    except PlanError:
+        return False
+    return True
 
 
 def _prove_numbers(plan: Plan, clone: Clone) -> dict[str, Scalar]:
@@ -115,90 +170,3 @@ def _prove_numbers(plan: Plan, clone: Clone) -> dict[str, Scalar]:
         "proof_decode": subject.has_decode,
         "proof_attention": " ".join(subject.attention),
     }
-
-
-# ------------------------------------------------------------------ finding what is wrong
-
-
-@dataclass(frozen=True, slots=True)
-class _Guilty:
-    """Regions (consumers) to gather, and patterns to replicate."""
-
-    regions: frozenset[str] = frozenset()
-    patterns: frozenset[str] = frozenset()
-
-    @property
-    def found(self) -> bool:
-        return bool(self.regions or self.patterns)
-
-
-def _guilty(plan: Plan, clone: Clone | None, error: PlanError) -> _Guilty:
-    """Which regions fail on their own; if none do, which of the other patterns; if none, all regions.
-
-    Every plan has something guilty, or nothing split: the search for a provable plan ends.
-    """
-    consumers = frozenset(region.consumer for region in plan.regions)
-    if isinstance(error, RegionMismatchError):
-        hit = frozenset(name for name in consumers if name.startswith(error.place))
-        return _Guilty(hit or consumers)
-    if clone is None:
-        return _Guilty(consumers)
-    regions = frozenset(name for name in consumers if not _holds(keep_regions(plan, [name]), clone))
-    if regions:
-        return _Guilty(regions)
-    owned = {name for region in plan.regions for name in (region.consumer, *region.producers)}
-    others = frozenset(name for name, split in plan.params.items() if split.is_split and name not in owned)
-    patterns = frozenset(name for name in others if not _holds(_keep_patterns(plan, name), clone))
-    if patterns:
-        return _Guilty(patterns=patterns)
-    return _Guilty(consumers) if consumers else _Guilty(patterns=others)
-
-
-def _holds(plan: Plan, clone: Clone) -> bool:
-    try:
-        _prove_numbers(plan, clone)
-    except PlanError:
-        return False
-    return True
-
-
-def keep_regions(plan: Plan, consumers: Iterable[str]) -> Plan:
-    """``plan`` with only these regions split; all other weights whole."""
-    kept = tuple(region for region in plan.regions if region.consumer in set(consumers))
-    names = {name for region in kept for name in (region.consumer, *region.producers)}
-    homes = {name.rsplit(".", 2)[0] for name in names}
-    raw = {name for name in plan.params if any(name.startswith(f"{home}.") for home in homes)}
-    params = {
-        name: split if name in names or (name in raw and split.op == "column") else _WHOLE
-        for name, split in plan.params.items()
-    }
-    patches = tuple(patch for patch in plan.patches if _is_near(patch.module, homes))
-    args = tuple(argument for argument in plan.args if _is_near(argument.module, homes))
-    return replace(plan, params=params, regions=kept, patches=patches, args=args)
-
-
-def _keep_patterns(plan: Plan, pattern: str) -> Plan:
-    """``plan`` with only one pattern outside the regions split, and what is tied to it."""
-    params = {
-        name: split if name == pattern or _same_cut(split, plan.params[pattern]) else _WHOLE
-        for name, split in plan.params.items()
-    }
-    return replace(plan, params=params, regions=(), patches=(), args=())
-
-
-def _same_cut(split: Split, other: Split) -> bool:
-    """Tied weights are cut alike, and only together."""
-    return split.op in ("gather", "vocab") and (split.dim, split.size, split.ranges) == (
-        other.dim,
-        other.size,
-        other.ranges,
-    )
-
-
-def _is_near(module: str, homes: Iterable[str]) -> bool:
-    return any(
-        module == home or module.startswith(f"{home}.") or home.startswith(f"{module}.") for home in homes
-    )
-
-
-_WHOLE = Split("replicate", reason="left out")

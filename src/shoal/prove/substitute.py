@@ -6,7 +6,7 @@ plans are not the same plan, and that is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.plan.cones import Cone, Flow
+from shoal.plan.features import Features
 from shoal.plan.regions import ranges_of
 from shoal.plan.slices import direct_tensors
-from shoal.plan.types import Patch, Plan, Range, Split, even_ranges, pattern_of
+from shoal.plan.types import Patch, Plan, Reshape, Split, even_ranges, pattern_of
 
 __all__ = ["RegionMismatchError", "check_structure", "substitute"]
 
@@ -49,7 +50,9 @@ def substitute(plan: Plan, small: nn.Module) -> Plan:
         for pattern, split in plan.params.items()
     }
     patches = tuple(_scaled_patch(patch, small) for patch in plan.patches)
-    return replace(plan, params=params, patches=patches, kv=())
+    reshapes = tuple(_scaled_reshape(entry, plan, params) for entry in plan.reshapes)
+    regions = tuple(region for region in plan.regions if region.consumer in shapes)  # not of layers cut off
+    return replace(plan, params=params, patches=patches, reshapes=reshapes, regions=regions, kv=())
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -81,6 +84,8 @@ def _scaled_split(
         raise PlanError(f"the small model has no {pattern}")
     size = shapes[pattern][split.dim]
     if split.op in ("gather", "vocab"):
+        if split.ranges != even_ranges(split.size, tp):  # what is proved must be what the plan says
+            raise PlanError(f"{pattern}: {split.ranges} are no even parts of {split.size}")
         return replace(split, size=size, ranges=even_ranges(size, tp))
     ranges = tuple(
         tuple(
@@ -119,39 +124,64 @@ def _scaled_patch(patch: Patch, small: nn.Module) -> Patch:
     raise PlanError(f"the small model has no {patch.class_name} at {patch.module}")
 
 
+def _scaled_reshape(entry: Reshape, plan: Plan, params: Mapping[str, Split]) -> Reshape:
+    """The reshape with the small model's width of the consumer that it was made for."""
+    for region in plan.regions:
+        is_inside = region.consumer.startswith(f"{entry.module}.")
+        if is_inside and (region.width, plan.params[region.consumer].sizes) == (entry.old, entry.values):
+            split = params[region.consumer]
+            return replace(entry, old=split.size, values=split.sizes)
+    raise PlanError(f"no region of the plan explains the reshape to {entry.old} in {entry.module}")
+
+
 def check_structure(plan: Plan, flow: Flow) -> None:
     """Hold a plan against the data flow that was measured on the model it is for.
 
-    For every region: the rows that a rank's columns depend on, as measured, must be the rows that the
-    plan gives the rank.
+    For every region: the rows that a rank's columns depend on, as measured, must be among the rows that
+    the plan gives the rank.
 
     Raises:
         RegionMismatchError: they are not.
     """
     consumers = {consumer.call.pattern: consumer for consumer in flow.consumers}
+    own = [consumers[region.consumer] for region in plan.regions if region.consumer in consumers]
     for region in plan.regions:
         consumer = consumers.get(region.consumer)
         if consumer is None:
             raise RegionMismatchError(
                 f"{region.consumer} cannot be split in the small model", region.consumer
             )
-        columns = plan.params[region.consumer]
         for name, cone in consumer.cones.items():
-            producer = plan.params.get(pattern_of(name))
+            producer = plan.params.get(name)
             if producer is None or not producer.is_split:
                 continue
+            known = [other.cones[name].reaches for other in own if name in other.cones]
+            uses = [call.output_features for call in consumer.upstream if call.pattern == name]
             for rank in range(plan.tp):
-                needed = _rows(cone, columns.ranges[rank])
-                if not _covers(producer.ranges[rank], needed):
-                    message = f"{pattern_of(name)} does not feed {region.consumer} as the plan says"
+                columns = _features(consumer.call.input_features, plan.params[region.consumer], rank)
+                needed = _needed(cone, columns, torch.stack(known).any(0))
+                held = [_features(use, producer, rank) for use in uses]
+                if not all(bool(torch.isin(needed, part).all()) for part in held):
+                    message = f"{name} does not feed {region.consumer} as the plan says"
                     raise RegionMismatchError(message, region.consumer)
 
 
-def _rows(cone: Cone, ranges: Sequence[Range]) -> tuple[Range, ...]:
-    rows = [cone.rows(start, stop) for start, stop in ranges]
-    return ranges_of(torch.unique(torch.cat(rows))) if rows else ()
+def _features(features: Features | None, split: Split, rank: int) -> torch.Tensor:
+    """The features that lie in the rank's part of the parameter; none where they lie across it."""
+    place = features.places.get(split.dim) if features is not None else None
+    if place is None:
+        return torch.zeros(0, dtype=torch.long)
+    held = torch.zeros(split.size, dtype=torch.bool)
+    for start, stop in split.ranges[rank]:
+        held[start:stop] = True
+    return torch.nonzero(held[place]).flatten()
 
 
-def _covers(held: Sequence[Range], needed: Sequence[Range]) -> bool:
-    """Whether the held ranges contain every needed one."""
-    return all(any(start <= a and b <= stop for start, stop in held) for a, b in needed)
+def _needed(cone: Cone, columns: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Rows that reach the columns, and those that reach nothing in any consumer."""
+    rows = [cone.rows(start, stop) for start, stop in ranges_of(columns)]
+    if not rows:
+        return torch.zeros(0, dtype=torch.long)
+    found: torch.Tensor = torch.unique(torch.cat(rows))
+    is_needed: torch.Tensor = cone.reaches[found] | ~known[found]
+    return found[is_needed]

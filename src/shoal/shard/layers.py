@@ -1,8 +1,8 @@
 """Linear layers and embeddings of which a rank holds a slice. Knows no plan and no model.
 
-Each takes over a module of the model in place: the module's class becomes one of these mixed with its
-own, so that its name, parameters, hooks and further attributes (an embedding's scale) stay. A column
-linear needs no class: with fewer output features it is an ordinary linear.
+Each takes over a module of the model in place (:mod:`shoal.shard.mixing`). A column linear needs no
+class: with fewer output features it is an ordinary linear; nor does a row linear whose results are summed
+later.
 
 Shapes: activations are ``[..., features]``. Weights keep the checkpoint's layout, so ``Conv1D`` is
 ``[in, out]``.
@@ -11,15 +11,14 @@ Shapes: activations are ``[..., features]``. Weights keep the checkpoint's layou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from shoal.comm.base import Comm
-from shoal.errors import PlanError
+from shoal.shard.link import Link
+from shoal.shard.mixing import Mixed, take_over
 
 __all__ = [
     "Adopter",
@@ -32,10 +31,10 @@ __all__ = [
 ]
 
 
-class _Sharded(nn.Module):
-    """What the layers below have in common: a rank's end of the group."""
+class _Sharded(Mixed):
+    """What the layers below have in common."""
 
-    comm: Comm
+    keeps_name = False
 
 
 class RowLinear(_Sharded):
@@ -88,8 +87,12 @@ class VocabEmbedding(_Sharded):
 
     weight: nn.Parameter
     start: int
+    vocabulary: int  # rows of the whole table
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        # As the whole table does on a CPU; elsewhere the question would wait for the device.
+        if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.vocabulary)).any()):
+            raise IndexError(f"a token id is not one of the vocabulary's {self.vocabulary}")
         local = ids - self.start
         is_foreign = (local < 0) | (local >= self.weight.shape[0])
         rows = functional.embedding(local.masked_fill(is_foreign, 0), self.weight)
@@ -97,45 +100,27 @@ class VocabEmbedding(_Sharded):
 
 
 class Adopter:
-    """Turns modules into the layers above for one rank. One class is made per kind of module."""
+    """Turns modules into the layers above for one rank.
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+    Args:
+        link: the rank's end of the group.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
 
     def reduce_outputs(self, module: nn.Module) -> None:
         """Make a linear whose weight holds the rank's input features sum over ranks."""
-        self._take_over(module, RowConv1D if isinstance(module, Conv1D) else RowLinear)
+        take_over(module, RowConv1D if isinstance(module, Conv1D) else RowLinear, self._link)
 
     def gather_outputs(self, module: nn.Module, sizes: Sequence[int]) -> None:
         """Make a linear whose weight holds the rank's output features gather the others'."""
         kind = GatheredConv1D if isinstance(module, Conv1D) else GatheredLinear
-        self._take_over(module, kind, sizes=tuple(sizes))
+        take_over(module, kind, self._link, sizes=tuple(sizes))
 
-    def split_vocabulary(self, module: nn.Module, start: int) -> None:
+    def split_vocabulary(self, module: nn.Module, start: int, vocabulary: int) -> None:
         """Make an embedding whose table begins at row ``start`` look up the whole vocabulary."""
-        self._take_over(module, VocabEmbedding, start=start)
-
-    def _take_over(self, module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-        own = type(module)
-        if issubclass(own, _Sharded):
-            raise PlanError(f"a {own.__name__} is sharded already")
-        if (own, kind) not in self._classes:
-            self._classes[own, kind] = _mixed(own, kind)
-        module.__class__ = self._classes[own, kind]
-        for name, value in {**attributes, "comm": self._comm}.items():
-            setattr(module, name, value)
-
-
-def _mixed(own: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` mixed into ``own``.
-
-    An embedding subclass (a scale, an offset) computes around ``super().forward()``, so ``kind`` goes
-    behind it; the forward of a linear is replaced.
-    """
-    if issubclass(own, nn.Embedding) and own is not nn.Embedding:
-        return type(own.__name__, (own, kind, nn.Embedding), {})
-    return type(kind.__name__, (kind, own), {})
+        take_over(module, VocabEmbedding, self._link, start=start, vocabulary=vocabulary)
 
 
 def set_features(module: nn.Module) -> None:

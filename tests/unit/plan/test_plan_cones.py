@@ -19,7 +19,7 @@ def consumer_of(width: int, combine: object, *producers: int) -> Consumer | None
     out = torch.randn(1, 4, 3, generator=generator).requires_grad_(True)
     calls.append(Call("c.weight", "linear", (x,), out, 0, 0))
     empty = torch.zeros(1, 1, dtype=torch.long)
-    recording = Recording(Batch(empty, empty, empty, empty), calls, [Pass((out.sum(-1),), None, None)])
+    recording = Recording(Batch(empty, empty, empty, empty), calls, [Pass((out.sum(-1),))])
     flow = measure(recording)
     return flow.consumers[0] if flow.consumers else None
 

@@ -99,7 +99,7 @@ def test_a_stacked_fused_projection_is_cut_in_three_ranges() -> None:
 def test_alibi_is_sliced_by_head_along_its_fused_dimension() -> None:
     plan = derive(*bloom(), 3)
     (argument,) = plan.args
-    assert (argument.argument, argument.dim, argument.period) == ("alibi", 0, 4)
+    assert (argument.argument, argument.dim, argument.period) == ("alibi", -3, 4)
     assert [total(part) for part in argument.ranges] == list(plan.regions[0].shares)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import transformers as T
 from torch import nn
 
 from shoal.plan.derive import derive
@@ -41,15 +40,3 @@ def test_projections_tied_to_the_embedding_are_not_split_with_it() -> None:
 def test_fewer_features_than_ranks_are_not_split() -> None:
     assert fallback_split(nn.Linear(5, 3), 4, "").op == "replicate"
     assert fallback_split(nn.Embedding(3, 5), 4, "").op == "replicate"
-
-
-def test_raw_expert_weights_are_whole_and_the_plan_says_so() -> None:
-    config = T.MixtralConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    plan = derive(T.MixtralForCausalLM, config, 2)
-    experts = [split for name, split in plan.params.items() if "experts" in name]
-    assert experts
-    assert all(split.op == "replicate" and split.reason for split in experts)
-    assert plan.params["model.layers.*.self_attn.o_proj.weight"].op == "row"

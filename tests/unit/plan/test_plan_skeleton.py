@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as T
@@ -9,7 +11,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.plan.random import own_random
-from shoal.plan.skeleton import build_on_meta, build_probe, cut_depth, embedding_size
+from shoal.plan.skeleton import build_on_meta, build_probe, cut_depth, embedding_size, shorten_lengths
 from support.planner import bloom, demo, gpt2, llama
 
 
@@ -74,3 +76,56 @@ def test_random_code_draws_from_a_generator_of_its_own() -> None:
 def test_a_config_without_a_vocabulary_is_refused() -> None:
     with pytest.raises(PlanError, match="vocab_size"):
         embedding_size(T.ViTConfig())
+
+
+def depths(model_class: type[nn.Module], config: Any) -> dict[str, int]:
+    return cut_depth(model_class, config, build_on_meta(model_class, config)).depths
+
+
+def test_a_head_with_features_for_every_layer_does_not_keep_the_depth() -> None:
+    config = T.EsmConfig(
+        vocab_size=33, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        position_embedding_type="rotary", mask_token_id=32, pad_token_id=1,
+    )  # fmt: skip
+    assert depths(T.EsmForMaskedLM, config) == {"esm.encoder.layer": 2}
+
+
+def test_stacks_counted_in_inner_configs_are_cut_each_by_its_own_counter() -> None:
+    inner = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 8, "vocab_size": 101, "num_hidden_layers": 6}  # fmt: skip
+    config = T.T5GemmaConfig(encoder=inner, decoder=inner, vocab_size=101)
+    assert set(depths(T.T5GemmaForConditionalGeneration, config).values()) == {2}
+
+
+def test_stacks_that_share_a_counter_keep_what_the_neediest_needs() -> None:
+    class Two(T.LlamaForCausalLM):
+        """Beside the layers, as many linears, of which the fourth is another."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            sizes = [16 if index == 3 else 8 for index in range(config.num_hidden_layers)]
+            self.extra = nn.ModuleList(nn.Linear(8, size) for size in sizes)
+
+    _, config = llama(num_hidden_layers=7)
+    assert depths(Two, config) == {"model.layers": 4, "extra": 4}
+
+
+def test_blocks_and_windows_become_short_and_widths_stay() -> None:
+    config = T.BigBirdPegasusConfig(
+        vocab_size=101, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, block_size=64,
+    )  # fmt: skip
+    short = shorten_lengths(T.BigBirdPegasusForConditionalGeneration, config)
+    assert (short.block_size, short.d_model, config.block_size) == (8, 32, 64)
+    config.encoder_attention_heads = 8  # a value found later must not be taken for another's
+    assert shorten_lengths(T.BigBirdPegasusForConditionalGeneration, config).block_size == 16
+
+
+def test_a_setting_that_widths_depend_on_is_not_taken_for_a_length() -> None:
+    class Blocks(T.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.extra = nn.Linear(8, config.block_width)
+
+    _, config = llama(block_width=64)
+    assert shorten_lengths(Blocks, config).block_width == 64

@@ -15,6 +15,7 @@ from shoal.errors import PlanError
 from shoal.plan.cutting import cut_ranges
 from shoal.plan.types import even_ranges
 from shoal.shard.layers import Adopter
+from shoal.shard.link import Link
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -49,7 +50,7 @@ def test_row_linear_adds_its_bias_once(kind: type[nn.Linear], bias: bool, tp: in
     def body(comm: SimulatedComm) -> torch.Tensor:
         ranges = even_ranges(7, tp)[comm.rank]
         part = with_part(whole, 1, ranges)
-        Adopter(comm).reduce_outputs(part)
+        Adopter(Link(comm)).reduce_outputs(part)
         return part(cut_ranges(x, -1, ranges))
 
     for result in run_ranks(tp, body):
@@ -64,7 +65,7 @@ def test_row_conv1d_keeps_its_layout_and_adds_its_bias_once() -> None:
     def body(comm: SimulatedComm) -> torch.Tensor:
         ranges = even_ranges(7, 2)[comm.rank]
         part = with_part(whole, 0, ranges)
-        Adopter(comm).reduce_outputs(part)
+        Adopter(Link(comm)).reduce_outputs(part)
         return part(cut_ranges(x, -1, ranges))
 
     assert all(torch.allclose(result, whole(x), rtol=1e-12) for result in run_ranks(2, body))
@@ -81,7 +82,7 @@ def test_a_gathered_linear_gives_all_features_in_order(kind: str, tp: int) -> No
     def body(comm: SimulatedComm) -> torch.Tensor:
         part = with_part(whole, 0 if kind == "linear" else 1, parts[comm.rank])
         part.bias = nn.Parameter(cut_ranges(part.bias.detach(), 0, parts[comm.rank]))
-        Adopter(comm).gather_outputs(part, [stop - start for ((start, stop),) in parts])
+        Adopter(Link(comm)).gather_outputs(part, [stop - start for ((start, stop),) in parts])
         return part(x)
 
     assert all(torch.allclose(result, whole(x), rtol=1e-12) for result in run_ranks(tp, body))
@@ -95,17 +96,29 @@ def test_a_split_vocabulary_looks_up_every_id_exactly(kind: type[nn.Embedding]) 
     def body(comm: SimulatedComm) -> torch.Tensor:
         ranges = even_ranges(11, 3)[comm.rank]
         part = with_part(whole, 0, ranges)
-        Adopter(comm).split_vocabulary(part, ranges[0][0])
+        Adopter(Link(comm)).split_vocabulary(part, ranges[0][0], 11)
         return part(ids)
 
     assert all(torch.equal(result, whole(ids)) for result in run_ranks(3, body))
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_an_id_beyond_a_split_vocabulary_is_an_index_error_as_in_the_whole_table(wrong: int) -> None:
+    def body(comm: SimulatedComm) -> None:
+        ranges = even_ranges(11, 2)[comm.rank]
+        part = with_part(nn.Embedding(11, 4), 0, ranges)
+        Adopter(Link(comm)).split_vocabulary(part, ranges[0][0], 11)
+        with pytest.raises(IndexError, match="11"):
+            part(torch.tensor([[3, wrong]]))
+
+    run_ranks(2, body)
 
 
 def test_taking_over_keeps_the_module_its_attributes_and_its_kind() -> None:
     module = ScaledEmbedding(4, 2)
     module.note = "kept"
     before = id(module)
-    Adopter(LocalComm()).split_vocabulary(module, 0)
+    Adopter(Link(LocalComm())).split_vocabulary(module, 0, 4)
     assert id(module) == before
     assert module.note == "kept"
     assert isinstance(module, ScaledEmbedding)
@@ -114,7 +127,7 @@ def test_taking_over_keeps_the_module_its_attributes_and_its_kind() -> None:
 
 def test_a_module_is_sharded_once_only() -> None:
     module = nn.Linear(2, 2)
-    adopter = Adopter(LocalComm())
+    adopter = Adopter(Link(LocalComm()))
     adopter.reduce_outputs(module)
     with pytest.raises(PlanError, match="already"):
         adopter.gather_outputs(module, [2])
