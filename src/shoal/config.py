@@ -7,9 +7,10 @@ Field names are vLLM's where it has one. An unknown field is an error.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shoal.errors import ConfigError
 
@@ -26,6 +27,7 @@ class EngineConfig(BaseModel):
     trust_remote_code: bool = False
 
     tensor_parallel_size: int = Field(default=1, ge=1)
+    policy: str | dict[str, Any] | None = None  # how to split it, or a file that says; None: as measured
     executor: Literal["auto", "inline", "processes"] = "auto"
     replica_index: int = Field(default=0, ge=0)  # enters the seeds drawn for unseeded requests
 
@@ -47,6 +49,19 @@ class EngineConfig(BaseModel):
     seed: int = 0
     step_timeout: float = Field(default=300.0, gt=0)  # seconds a step may take before a rank counts as hung
     load_timeout: float = Field(default=1800.0, gt=0)  # seconds for a rank to load
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _plain_policy(cls, policy: Any) -> Any:
+        """Classes by their names and tuples as lists, so that it can go to another process."""
+        if isinstance(policy, os.PathLike):
+            return os.fspath(policy)
+        if not isinstance(policy, Mapping):
+            return policy
+        return {
+            key.__name__ if isinstance(key, type) else key: list(value) if isinstance(value, tuple) else value
+            for key, value in policy.items()
+        }
 
     @model_validator(mode="before")
     @classmethod

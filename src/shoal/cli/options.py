@@ -35,9 +35,8 @@ def _engine(name: str, help: str, **further: Any) -> Flag:
     if isinstance(field.default, bool):
         further = {"negative": True, **further}
         default = "on" if field.default else "off"
-    return Flag(
-        name=name, type=field.annotation, help=help, default=further.pop("default", default), **further
-    )
+    kind = further.pop("type", field.annotation)
+    return Flag(name=name, type=kind, help=help, default=further.pop("default", default), **further)
 
 
 _COMPUTE = "How it computes"
@@ -51,6 +50,13 @@ MODEL_FILES = (
 
 TENSOR_PARALLEL = (
     _engine("tensor_parallel_size", "Ranks the model is split over.", short=("-tp",), metavar="N"),
+    _engine(
+        "policy",
+        "JSON or YAML file that says how to split which linears; it is proved like any plan.",
+        type=str,
+        default="measured",
+        metavar="FILE",
+    ),
 )
 
 DEVICE = (

@@ -61,7 +61,9 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
     length = _model_len(config, hf_config)
     admission = _admission(config, path, hf_config, tokenizer)
     with reporting("planning and proving the split", show_progress and config.tensor_parallel_size > 1):
-        plan = plan_and_prove(model_class, hf_config, config.tensor_parallel_size, home() / "plans")
+        plan = plan_and_prove(
+            model_class, hf_config, config.tensor_parallel_size, home() / "plans", config.policy
+        )
     executor = _executor(config, path, plan)
     try:
         with reporting("loading weights", show_progress) as report:

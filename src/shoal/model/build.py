@@ -55,20 +55,25 @@ def causal_class(
 
 
 def build_empty(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None = "eager",
 ) -> PreTrainedModel:
     """A model without weights, in eval mode, without gradients: the bigger ones are on meta, the smaller
     ones hold nothing yet. Rotary tables and the like have their values. No random number is drawn.
 
     Args:
-        model_class: a causal model class.
+        model_class: a transformers model class.
         config: not changed; the model keeps a copy.
         dtype: of its floating-point parameters.
+        attention: transformers' name of its attention; None: what transformers chooses for the class.
     """
     config = copy.deepcopy(config)
     config.dtype = dtype
+    asked = {} if attention is None else {"attn_implementation": attention}
     with building(), BigOnMeta():
-        model = model_class._from_config(config, attn_implementation="eager", dtype=dtype)
+        model = model_class._from_config(config, dtype=dtype, **asked)
     return model.eval().requires_grad_(False)
 
 
