@@ -1,13 +1,14 @@
 # install  .venv with the package and its development tools      demo   the demo model over two ranks
 # test     the fast suite                                         check  formatting, lint, types, floors
 # full     the whole grids                                        bench  measurements
+# families docs/families.md anew: every family on real ranks (needs an idle machine)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MARK := $(VENV)/.installed
 
-.PHONY: install demo test check full bench clean
+.PHONY: install demo test check full families bench clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("shoal needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -35,6 +36,9 @@ test: $(MARK)-dev
 
 full: $(MARK)-dev
 	$(BIN)/python -m pytest -m "not gpu"
+
+families: $(MARK)-dev
+	PYTHONPATH=tests $(BIN)/python -m support.families_table --output docs/families.md
 
 check: $(MARK)-dev
 	$(BIN)/ruff format --check .

@@ -15,12 +15,15 @@ from shoal.worker.executor import Load
 GREEDY = SamplingSpec(temperature=0.0)
 
 
-def make_load(folder: Path, ranks: int, **options: Any) -> Load:
-    """A proved plan for ``folder`` over ``ranks`` ranks; KV pages take what the test allocates."""
+def make_load(folder: Path, ranks: int, plans: Path | None = None, **options: Any) -> Load:
+    """A proved plan for ``folder`` over ``ranks`` ranks; KV pages take what the test allocates.
+
+    Plans are kept in ``plans``, or beside the folder.
+    """
     options = {"kv_cache_memory_bytes": 1 << 20, "num_threads": 1, **options}
     config = make_config(model=str(folder), tensor_parallel_size=ranks, **options)
     hf_config = load_config(folder)
-    plan = plan_and_prove(causal_class(hf_config), hf_config, ranks, folder.parent / "plans")
+    plan = plan_and_prove(causal_class(hf_config), hf_config, ranks, plans or folder.parent / "plans")
     return Load(
         config=config.model_dump(),
         model_path=str(folder),
