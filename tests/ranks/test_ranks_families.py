@@ -22,10 +22,6 @@ from support.zoo.cell import TOLERANCE, Reference, make_reference, run_cell
 RANKS = (2, 3, 4)
 SEED = 2026
 
-UNFINISHED = {
-}
-"""Families that are not right yet; a test that begins to pass says so."""
-
 
 def grid() -> list[Any]:
     """All cells; of every family those of one rank count, drawn by the seed, are in the fast suite."""
@@ -35,8 +31,6 @@ def grid() -> list[Any]:
         in_fast_suite = draw.choice(RANKS)
         for ranks in RANKS:
             marks = [] if ranks == in_fast_suite else [pytest.mark.full]
-            if name in UNFINISHED:
-                marks.append(pytest.mark.xfail(reason=UNFINISHED[name], strict=True))
             for attention in family.attention:
                 cells.append(
                     pytest.param(name, ranks, attention, marks=marks, id=f"{name}-{ranks}-{attention}")

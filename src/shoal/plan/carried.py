@@ -1,6 +1,6 @@
 """What a model carries from one pass to the next, and how it is handed back. Knows no plan.
 
-Caches have several names (``cache``, ``past_key_values``, ``mems``, ``state``, ``past_buckets_states`` ...). What
+Caches have several names (``cache``, ``past_key_values``, ``mems``, ``state`` ...). What
 serves as one is seen by its name alone: the output has it, and ``forward`` takes it. Where it is not
 transformers' own kind of cache, the model's ``prepare_inputs_for_generation`` says what goes with it.
 """

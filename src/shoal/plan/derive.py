@@ -111,9 +111,7 @@ def derive(
     return _with_counts(plan, full, probe.recordings)
 
 
-def _probe(
-    model_class: type[nn.Module], config: Any, full: nn.Module, wishes: Mapping[str, Wish]
-) -> _Probe:
+def _probe(model_class: type[nn.Module], config: Any, full: nn.Module, wishes: Mapping[str, Wish]) -> _Probe:
     """Record the short model, with short blocks and windows if it can be run so."""
     cut = cut_depth(model_class, config, full)
     failure = ""

@@ -1,9 +1,10 @@
 """The parameters of a plan: what regions say, and for everything else the safe way. Knows no data flow.
 
 The rule for what is in no region: a linear is split by output features and gathered, an embedding is
-split by rows and summed; both are right whatever the model does with the result, where the module is only ever called. What is so little of the
-model that the copies on all ranks make up less than one part in a hundred of it stays whole, for it would
-cost a collective and save nothing; so does what code other than its own module uses, and what no run of the model used at all.
+split by rows and summed; both are right whatever the model does with the result, as long as the module is
+only called. What is so little of the model that the copies on all ranks make up less than one part in a
+hundred of it stays whole, for it would cost a collective and save nothing; so does what code other than its
+own module uses, and what no run of the model used.
 """
 
 from __future__ import annotations

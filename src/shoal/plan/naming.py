@@ -58,9 +58,9 @@ class Naming:
             groups.setdefault(pattern_of(name), []).append(name)
         for pattern, names in groups.items():
             told = {found.get(name) for name in names}
-            for split in told if len(told) == 1 else ():
-                if split is not None and split.op in _ALIKE:
-                    found = {name: own for name, own in found.items() if name not in names} | {pattern: split}
+            agreed = told.pop() if len(told) == 1 else None
+            if agreed is not None and agreed.op in _ALIKE:
+                found = {name: own for name, own in found.items() if name not in names} | {pattern: agreed}
         return found
 
 

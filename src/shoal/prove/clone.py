@@ -115,7 +115,7 @@ class _Search:
         Raises:
             PlanError: there are such.
         """
-        for region in self.plan.regions:
+        for region in own.regions:
             counts = [count for count in region.divisions if count < region.width]
             whole, small = self.plan.params[region.consumer].size, own.params[region.consumer].size
             if counts and small < whole and region.width * small < _HEAD_FEATURES * max(counts) * whole:

@@ -230,8 +230,8 @@ def run_plan(plan: Plan, subject: Subject, prepare: Callable[[nn.Module], None] 
 def compare(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest difference, relative to the spread of the expected values; infinite if shapes differ.
 
-    What is huge (a mask's "minus infinity", written as the least number of some dtype) is no number to measure
-    others by: it must be huge, with the same sign, on both sides.
+    What is huge (a mask's "minus infinity", written as the least number of some dtype) is no number to
+    measure others by: it must be huge, with the same sign, on both sides.
     """
     if len(got) != len(expected) or any(a.shape != b.shape for a, b in zip(got, expected, strict=True)):
         return float("inf")

@@ -108,7 +108,11 @@ def _scaled(value: int, size: int, full: int, what: str, consumer: str) -> int:
 
 
 def _scaled_patch(patch: Patch, small: nn.Module) -> Patch:
-    """The patch with the small model's value in place of the old one, and the same proportions."""
+    """The patch with the small model's value in place of the old one, and the same proportions.
+
+    Where layers differ, a value that the small model has as it was is the one that is meant.
+    """
+    found: list[int] = []
     for name, module in small.named_modules():
         if pattern_of(name) != patch.module or type(module).__name__ != patch.class_name:
             continue
@@ -116,12 +120,13 @@ def _scaled_patch(patch: Patch, small: nn.Module) -> Patch:
         holder: Any = module.config if attribute != patch.attribute else module
         old = getattr(holder, attribute, None)
         if isinstance(old, int):
-            values = tuple(
-                _scaled(value, old, patch.old, f"{patch.class_name}.{attribute}", patch.module)
-                for value in patch.values
-            )
-            return replace(patch, old=old, values=values)
-    raise PlanError(f"the small model has no {patch.class_name} at {patch.module}")
+            found.append(old)
+    if not found:
+        raise PlanError(f"the small model has no {patch.class_name} at {patch.module}")
+    old = patch.old if patch.old in found else found[0]
+    what = f"{patch.class_name}.{patch.attribute}"
+    values = tuple(_scaled(value, old, patch.old, what, patch.module) for value in patch.values)
+    return replace(patch, old=old, values=values)
 
 
 def _scaled_reshape(entry: Reshape, plan: Plan, params: Mapping[str, Split]) -> Reshape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,9 @@ class Family:
         if not self.is_custom:
             return getattr(T, self.model_class), getattr(T, self.config_class)(**settings)
         folder = str(CUSTOM / self.config_class)
-        config = T.AutoConfig.from_pretrained(folder, trust_remote_code=True, **settings)
+        config = T.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        # Anew, not by from_pretrained(**settings): that would set attributes on a finished config.
+        config = type(config)(**{**json.loads((Path(folder) / "config.json").read_text()), **settings})
         places = {place for auto, place in config.auto_map.items() if auto != "AutoConfig"}
         place = next(place for place in places if place.endswith(f".{self.model_class}"))
         return get_class_from_dynamic_module(place, folder), config

@@ -24,6 +24,8 @@ from support.zoo.published import PUBLISHED
 
 __all__ = ["Width", "column_row_share", "main", "measure_width"]
 
+COLUMN_ROW = ("column", "row", "experts")
+
 
 @dataclasses.dataclass(frozen=True)
 class Width:
@@ -35,7 +37,7 @@ class Width:
     peak_bytes: int  # of the process, so far
     share: float  # of column-row, vocabulary set aside
     tiny_share: float  # of the tiny plan, by the published sizes
-    differing: list[str]  # weights that the two plans treat differently
+    differing: list[str]  # weights that are column-row in one of the two plans only
 
 
 def column_row_share(plan: Plan, model: Any, vocabulary: int) -> float:
@@ -51,13 +53,13 @@ def column_row_share(plan: Plan, model: Any, vocabulary: int) -> float:
         if parameter.dim() < 2 or is_small or (vocabulary and vocabulary in parameter.shape):
             continue
         total += parameter.numel()
-        if entry is not None and entry.op in ("column", "row", "experts"):
+        if entry is not None and entry.op in COLUMN_ROW:
             split += parameter.numel()
     return split / max(1, total)
 
 
 def measure_width(name: str, ranks: int) -> Width:
-    """Plan and prove at published widths, then at tiny ones to compare: over 2 ranks, which tiny heads fill."""
+    """Plan and prove at published widths, and compare with tiny ones over 2 ranks, which their heads fill."""
     started, used = time.monotonic(), time.process_time()
     plan = plan_and_prove(*PUBLISHED[name].load(), ranks)
     seconds = min(time.monotonic() - started, time.process_time() - used)
@@ -67,7 +69,7 @@ def measure_width(name: str, ranks: int) -> Width:
     differing = [
         f"{pattern}: {split.op} ({split.reason}), tiny {tiny.params[pattern].op}"
         for pattern, split in plan.params.items()
-        if pattern in tiny.params and tiny.params[pattern].op != split.op
+        if pattern in tiny.params and (split.op in COLUMN_ROW) != (tiny.params[pattern].op in COLUMN_ROW)
         if not any("small:" in entry.reason for entry in (split, tiny.params[pattern]))
     ]
     return Width(

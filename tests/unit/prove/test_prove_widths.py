@@ -24,12 +24,20 @@ MAX_SECONDS = 10.0
 MAX_BYTES = 2 << 30
 MAX_DIFFERENCE = 0.02  # of the column-row share
 
+NARROWER = {
+    (
+        "codegen",
+        8,
+    ): "its fused projection holds four groups of heads (mp_num), and two ranks do not share one",
+}
+"""What is split less at this width and rank count than at tiny ones, and why."""
+
 
 def batches() -> list[Any]:
     """(ranks, names) for one process each: a seeded few for the fast suite, then all."""
     names = sorted(PUBLISHED)
     draw = random.Random(SEED)
-    fast = draw.sample(names, len(names) // 12)
+    fast = draw.sample(names, 3)
     cells = [pytest.param(draw.choice(RANKS), fast, id="sampled")]
     for ranks in RANKS:
         for at in range(0, len(names), FAMILIES_A_PROCESS):
@@ -50,7 +58,7 @@ def test_published_widths_are_planned_like_tiny_ones_within_seconds_and_two_giga
     assert [row["name"] for row in rows] == names
     for row in rows:
         print(row)
-        assert not row["differing"], row
-        assert row["share"] >= row["tiny_share"] - MAX_DIFFERENCE, row
+        is_alike = not row["differing"] and row["share"] >= row["tiny_share"] - MAX_DIFFERENCE
+        assert is_alike != ((row["name"], ranks) in NARROWER), row
         assert row["seconds"] < MAX_SECONDS, row
         assert row["peak_bytes"] < MAX_BYTES, row
