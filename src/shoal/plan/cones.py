@@ -30,6 +30,8 @@ __all__ = ["Cone", "Consumer", "Flow", "measure", "support"]
 _ENOUGH_TOKENS = 16  # of the inputs that are measured for one consumer, if there are so many
 _MOST_CALLS = 8  # measured for one consumer, and looked at in one layer
 
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # inputs [..., width] and random weights of their shape
+
 
 @dataclass(slots=True)
 class Cone:
@@ -177,10 +179,34 @@ def _consumer(
         return None
     whole = {call.pattern for call in watched.values()} & flow.mixed
     consumer = Consumer([call for call, _ in uses], width, {}, upstream, whole)
-    pairs = [(call.consumed, _random_like(call.consumed, generator)) for call in consumer.calls]
-    consumer.cones = _cones(flow, pairs, width, upstream)
+    consumer.cones = _cones(flow, _pairs(consumer.calls, generator), width, upstream)
+    for layer in dict.fromkeys(_layer(call) for call, _ in found if _layer(call) != last):
+        _complete(flow, consumer, [use for use in found if _layer(use[0]) == layer], generator)
     _settle(consumer)
     return consumer
+
+
+def _complete(
+    flow: Flow, consumer: Consumer, uses: Sequence[tuple[Call, list[Call]]], generator: torch.Generator
+) -> None:
+    """Measure in another layer what the last one left open of weights outside the stack: one weight may hold
+    features for every layer (prompts made into keys and values).
+    """
+    known = {call.pattern: call for call in consumer.upstream}
+    is_open = {name for name, cone in consumer.cones.items() if not bool(cone.reaches.all())}
+    watched = {id(entry): entry for _, upstream in uses for entry in upstream}.values()
+    open_calls = [call for call in watched if call.pattern in is_open and call is known[call.pattern]]
+    if open_calls:
+        cones = _cones(flow, _pairs([call for call, _ in uses], generator), consumer.width, open_calls)
+        for name, other in cones.items():
+            cone = consumer.cones[name]
+            new = other.reaches & ~cone.reaches
+            cone.block_size[new], cone.block[new] = other.block_size[new], other.block[new]
+            cone.reaches |= new
+
+
+def _pairs(calls: Sequence[Call], generator: torch.Generator) -> Pairs:
+    return [(call.consumed, _random_like(call.consumed, generator)) for call in calls]
 
 
 def _enough(uses: Sequence[tuple[Call, list[Call]]], width: int) -> Iterator[tuple[Call, list[Call]]]:
@@ -240,9 +266,6 @@ def _reached(
         if gradient is not None and bool((gradient != 0).any()):
             found.setdefault(call.pattern, []).append(call)
     return found
-
-
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # inputs [..., width] and random weights of their shape
 
 
 def _cones(flow: Flow, pairs: Pairs, width: int, upstream: Sequence[Call]) -> dict[str, Cone]:

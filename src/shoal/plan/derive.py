@@ -19,7 +19,7 @@ from shoal.plan.accept import Findings, accept_regions
 from shoal.plan.asked import asked_reductions, asked_splits
 from shoal.plan.fallback import Inventory, parameter_splits, take_inventory
 from shoal.plan.footprint import count_collectives
-from shoal.plan.glue import Glue, Local
+from shoal.plan.glue import Glue, Local, Verdict
 from shoal.plan.integers import integer_slots
 from shoal.plan.kv import key_value_heads
 from shoal.plan.naming import Naming, naming_of
@@ -222,11 +222,15 @@ def _key_values(probe: _Probe, local: Local, tp: int) -> tuple[tuple[KeyValueHea
     if whole.cache is None:
         return (), "none: the model keeps no cache"
     first = replace(probe.glue, recordings=probe.glue.recordings[:1])
-    ranks = [first.check(local, rank, traced=False) for rank in range(tp)]
-    errors = [verdict.error for verdict in ranks if verdict.error]
-    if errors:
-        return (), f"unknown: {errors[0]}"
-    heads = key_value_heads(whole, [verdict.passes[0][0] for verdict in ranks], probe.cut)
+    found: dict[tuple[int, ...], Verdict] = {}
+    for rank in range(tp):
+        sizes = local.sizes(rank)
+        if sizes not in found:
+            found[sizes] = first.check(local, rank, traced=False)
+            if found[sizes].error:
+                return (), f"unknown: {found[sizes].error}"
+    passes = [found[local.sizes(rank)].passes[0][0] for rank in range(tp)]
+    heads = key_value_heads(whole, passes, probe.cut)
     return heads, "measured" if heads else "unknown: the cache does not hold keys and values of heads"
 
 

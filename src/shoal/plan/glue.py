@@ -22,7 +22,7 @@ from shoal.plan.naming import Naming
 from shoal.plan.probe import GlueError, Recording, Replay, replay
 from shoal.plan.regions import DraftRegion
 from shoal.plan.repair import repair
-from shoal.plan.types import ArgumentSlice, Range, Reshape, pattern_of
+from shoal.plan.types import ArgumentSlice, Range, Reshape, pattern_of, total
 
 __all__ = ["Glue", "Local", "Verdict"]
 
@@ -59,6 +59,16 @@ class Local:
         columns = {name: parts[rank] for region in self.regions for name, parts in region.columns.items()}
         rows = {name: parts[rank] for region in self.regions for name, parts in region.rows.items()}
         return Replay(columns, rows, self.slabs(rank))
+
+    def sizes(self, rank: int) -> tuple[int, ...]:
+        """All that differs from rank to rank in size: ranks of equal sizes run the same code."""
+        parts = [
+            part for region in self.regions for part in (*region.columns.values(), *region.rows.values())
+        ]
+        found = [len(part[rank]) for part in parts]
+        found += [total(entry.ranges[rank]) for entry in (*self.args, *self.raw)]
+        found += [values[rank] for values in self.patches.values()]
+        return (*found, *(entry.values[rank] for entry in self.reshapes))
 
     def slabs(self, rank: int) -> dict[str, tuple[int, torch.Tensor]]:
         """The rank's part of every weight that code of its own multiplies by."""
@@ -119,7 +129,7 @@ class Glue:
     def _localised(self, local: Local, rank: int, traced: bool) -> Iterator[None]:
         """The model changed for a rank, and changed back afterwards."""
         with ExitStack() as undo:
-            for home in {region.home for region in local.regions}:
+            for home in {home for region in local.regions for home in self._homes(region)}:
                 for module, key in list(integer_places(self.model, home)):
                     values = local.patches.get(key)
                     value = key.old if values is None else values[rank]
@@ -137,6 +147,19 @@ class Glue:
                 if widths:
                     undo.callback(repair(module, widths))
             yield
+
+    def _homes(self, region: DraftRegion) -> Iterator[str]:
+        """The modules whose code lies between producers and consumers: the region's home, and around a
+        producer outside the stack of layers what shapes its result for all of them.
+        """
+        yield region.home
+        for pattern in (pattern for pattern in region.rows if "*" not in pattern_of(pattern)):
+            owner = pattern.rpartition(".")[0].rpartition(".")[0]
+            while owner and isinstance(self.model.get_submodule(owner), nn.Sequential | nn.ModuleList):
+                owner = owner.rpartition(".")[0]
+            is_around = f"{region.home}.".startswith(f"{owner}.") or not owner
+            if not is_around and not f"{owner}.".startswith(f"{region.home}."):
+                yield owner
 
     def _cut_tensors(self, local: Local, rank: int, undo: ExitStack) -> None:
         """Cut raw parameters, and what producers' own code may read: their bias, their number of features."""

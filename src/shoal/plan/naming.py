@@ -119,7 +119,8 @@ def _within(weights: Mapping[str, _Weight], block: str) -> dict[str, _Weight]:
 
 def _differing(weights: Mapping[int, Mapping[str, _Weight]], layer: str, wished: set[str]) -> list[str]:
     """Blocks within a layer of which a weight differs among kinds of layers, in its shape or in whose code
-    uses it; none within another. An empty path: the layer itself.
+    uses it, with what stands beside them in a block of the layer, which they feed; none within another.
+    An empty path: the layer itself.
 
     What is numbered within a layer (experts) is taken together whatever the layer, and so is not told apart.
     """
@@ -128,7 +129,8 @@ def _differing(weights: Mapping[int, Mapping[str, _Weight]], layer: str, wished:
         for name, weight in own.items():
             seen.setdefault(name, set()).add(weight)
     found: list[str] = []
-    for block in sorted({weight.block for what in seen.values() if len(what) > 1 for weight in what}):
+    blocks = {weight.block for what in seen.values() if len(what) > 1 for weight in what}
+    for block in sorted({block.rpartition(".")[0] or block for block in blocks}):
         inside = [pattern_of(f"{layer}.{name}") for name in seen if _is_below(name, block)]
         is_numbered = any(name.count("*") > pattern_of(f"{layer}.x").count("*") for name in inside)
         if not is_numbered and not wished & set(inside) and not any(_is_below(block, o) for o in found):

@@ -4,7 +4,7 @@ product and no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Owners:
         self._whole: dict[int, torch.Tensor] = {}
         self._tags: dict[int, tuple[int, torch.Tensor, Origin | None]] = {}  # source, base, where it lies
         tensors = (*_named(model, "parameters"), *_named(model, "buffers"))
+        self._weights = dict.fromkeys(name.rpartition(".")[0] for name, _ in tensors)
         for name, tensor in tensors:
             if tensor.is_meta:
                 self._names.setdefault(storage_id(tensor), []).append(name)
@@ -42,15 +43,21 @@ class Owners:
         self._handles = list(self._watch())
 
     def _watch(self) -> Iterator[Any]:
-        for name, module in self.modules.items():
+        """Hooks on what has weights in it; nothing else takes hold of any."""
+        for name in _holders(self._weights):
+            module = self.modules[name]
             yield module.register_forward_pre_hook(self._push(name))
-            yield module.register_forward_hook(self._pop, always_call=True)
+            yield module.register_forward_hook(self._pop(name), always_call=True)
 
     def _push(self, name: str) -> Callable[..., None]:
         return lambda *_: self.stack.append(name)
 
-    def _pop(self, *_: Any) -> None:
-        self.stack.pop()
+    def _pop(self, name: str) -> Callable[..., None]:
+        def pop(*_: Any) -> None:
+            if self.stack and self.stack[-1] == name:  # not pushed if another's hook raised first
+                self.stack.pop()
+
+        return pop
 
     def close(self) -> None:
         for handle in self._handles:
@@ -132,6 +139,16 @@ class Owners:
             return None
         offset = int(tensor.storage_offset()) - int(whole.storage_offset())
         return Origin(tuple(whole.shape), offset, tuple(tensor.stride()))
+
+
+def _holders(owners: Iterable[str]) -> list[str]:
+    """The owners and all around them, by name."""
+    found: dict[str, None] = {}
+    for name in owners:
+        while name and name not in found:
+            found[name] = None
+            name = name.rpartition(".")[0]
+    return ["", *found]
 
 
 def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,17 +1,20 @@
 """Randomness of one's own: model code that draws numbers draws them from a private generator.
 
 A torch function mode does it, which belongs to the thread; the default generator is left alone, and the
-same code draws the same numbers each time.
+same code draws the same numbers each time. Code that *seeds* the default generator is no tensor operation;
+what it does is undone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OwnRandom", "fills_randomly", "is_random", "own_random"]
+__all__ = ["OwnRandom", "fills_randomly", "is_random", "own_random", "seeds_undone"]
 
 _RANDOM_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_",
                     "geometric_"}  # fmt: skip
@@ -54,3 +57,16 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def own_random(seed: int = 1) -> OwnRandom:
     """A mode with a fresh generator."""
     return OwnRandom(torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def seeds_undone() -> Iterator[None]:
+    """The default generator of the CPU gets its state back if code within gave it another seed (reformer's
+    hashing does). Numbers that other threads draw meanwhile are not drawn again otherwise.
+    """
+    seed, state = torch.initial_seed(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if torch.initial_seed() != seed:
+            torch.set_rng_state(state)

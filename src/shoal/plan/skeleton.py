@@ -87,9 +87,21 @@ def building() -> Iterator[None]:
         yield
 
 
+class _Uninitialised(TorchFunctionMode):
+    """``torch.nn.init`` does nothing: on meta there is nothing to fill, and many experts take seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and func.__name__.endswith("_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def build_on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
     """The whole model, every tensor on meta: names, shapes and ties, no storage."""
-    with building(), torch.device("meta"):
+    with building(), torch.device("meta"), _Uninitialised():
         return model_class(private_config(config)).eval()
 
 

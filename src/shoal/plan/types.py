@@ -9,6 +9,7 @@ half-open ``(start, stop)`` along one dimension of the tensor as the checkpoint 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
@@ -66,6 +67,7 @@ BiasRule = Literal["split", "once", "none"]
 reduction. ``none``: there is no bias."""
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
     """``a.0.fc1.weight`` -> ``a.*.fc1.weight``: only whole numeric components become ``*``.
 

@@ -18,6 +18,7 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.plan.derive import derive
 from shoal.plan.policy import Policy, read_policy
+from shoal.plan.random import seeds_undone
 from shoal.plan.skeleton import build_on_meta
 from shoal.plan.slices import slices
 from shoal.plan.types import Plan, Scalar
@@ -48,13 +49,14 @@ def prove(plan: Plan, model_class: type[nn.Module], config: Any) -> dict[str, Sc
         raise PlanError(f"a plan for {plan.model_class}, not for {model_class.__name__}")
     if plan.tp == 1:
         return {"proved": True, "relative_error": 0.0}
-    slices(plan, build_on_meta(model_class, config), 0)  # refuses a plan of other widths
-    clone = find_clone(plan, model_class, config)
-    try:
-        return _prove_numbers(plan, clone)
-    except PlanError as error:
-        regions, patterns = _to_give_up(plan, clone, error, is_strict=True)
-        raise PlanError(f"{', '.join(sorted(regions | patterns))}: {error}") from error
+    with seeds_undone():
+        slices(plan, build_on_meta(model_class, config), 0)  # refuses a plan of other widths
+        clone = find_clone(plan, model_class, config)
+        try:
+            return _prove_numbers(plan, clone)
+        except PlanError as error:
+            regions, patterns = _to_give_up(plan, clone, error, is_strict=True)
+            raise PlanError(f"{', '.join(sorted(regions | patterns))}: {error}") from error
 
 
 def plan_and_prove(
@@ -83,14 +85,16 @@ def plan_and_prove(
     """
     policy = read_policy(policy)
     if tp == 1:
-        return derive(model_class, config, 1, policy=policy)
+        with seeds_undone():
+            return derive(model_class, config, 1, policy=policy)
     if not has_source(model_class):
         cache_folder = None
     key = plan_key(model_class, config, tp, policy.text() if policy else "")
     cached = load_plan(cache_folder, key) if cache_folder and not anew else None
     if cached is not None and _is_proof_of(cached, model_class, tp):
         return cached
-    plan = _proved(model_class, config, tp, policy, anew)
+    with seeds_undone():
+        plan = _proved(model_class, config, tp, policy, anew)
     if cache_folder:
         store_plan(cache_folder, key, plan)
     return plan

@@ -166,7 +166,7 @@ def test_nothing_of_the_models_size_is_allocated(monkeypatch: pytest.MonkeyPatch
     assert 0 < largest < 256_000 * 20
 
 
-def test_layers_that_differ_in_shape_are_gathered_by_name() -> None:
+def test_layers_that_differ_in_shape_are_split_each_by_its_own_name() -> None:
     """A model whose layers have different widths gets a split per layer, not a wrong pattern."""
     model_class, config = llama()
 
@@ -178,9 +178,10 @@ def test_layers_that_differ_in_shape_are_gathered_by_name() -> None:
                 setattr(mlp, name, torch.nn.Linear(*shape, bias=False))
 
     plan = derive(Uneven, config, 2)
-    assert plan.params["model.layers.1.mlp.down_proj.weight"].op == "gather"
-    assert plan.params["model.layers.0.mlp.gate_proj.weight"].size == 160
-    assert plan.params["model.layers.1.mlp.gate_proj.weight"].size == 64
+    for layer, width in ((0, 160), (1, 64)):
+        split = plan.params[f"model.layers.{layer}.mlp.down_proj.weight"]
+        assert (split.op, split.size) == ("row", width)
+    assert plan.params["model.layers.1.mlp.up_proj.weight"].op == "column"
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import transformers as T
 
 from shoal.plan.cones import Consumer
 from shoal.plan.derive import derive
+from shoal.plan.naming import Naming
 from shoal.plan.skeleton import build_probe
 from shoal.plan.survey import data_flow
 from shoal.plan.types import Plan, total
@@ -104,7 +105,7 @@ def test_a_state_space_mixer_is_split_by_channel_with_its_convolution() -> None:
 
 
 def consumer_of(model_class: type[Any], config: Any, pattern: str) -> Consumer:
-    flow = data_flow(build_probe(model_class, config), config)
+    flow = data_flow(build_probe(model_class, config), config, Naming())
     return next(consumer for consumer in flow.consumers if consumer.call.pattern == pattern)
 
 
@@ -134,7 +135,7 @@ def test_a_table_that_code_slices_by_itself_does_not_keep_attention_from_being_s
 def test_planning_leaves_what_is_no_factor_with_values_and_factors_without() -> None:
     model_class, config = gpt_oss()
     model = build_probe(model_class, config)
-    data_flow(model, config)
+    data_flow(model, config, Naming())
     experts = model.get_submodule("model.layers.0.mlp.experts")
     assert not experts.get_parameter("gate_up_proj_bias").is_meta
     assert experts.get_parameter("gate_up_proj").is_meta

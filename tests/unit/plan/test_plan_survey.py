@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from shoal.plan.derive import derive
 from shoal.plan.inline import inlined, refusing_function
+from shoal.plan.naming import Naming
 from shoal.plan.skeleton import build_probe
 from shoal.plan.survey import data_flow, survey
 from shoal.prove import prove
@@ -100,7 +101,7 @@ def test_weights_that_no_recording_used_are_whole_on_every_rank() -> None:
 
 def test_a_function_that_refuses_gradients_is_followed_through_its_forward() -> None:
     config = config_of()
-    (consumer,) = data_flow(build_probe(Reversible, config), config).consumers
+    (consumer,) = data_flow(build_probe(Reversible, config), config, Naming()).consumers
     assert consumer.call.weight == "short.down.weight"
     assert set(consumer.cones) == {"short.up.weight"}
 

@@ -23,7 +23,6 @@ MAX_RANK_SHARE = 0.62
 
 EXCEPTIONS = {
     "deberta:talking heads": "different numbers of components",  # a linear over the heads mixes them
-    "mvp:prompts": "a consumer is a producer",  # keys and values come out of an MLP of their own, too
     "reformer": "randn",  # hashing draws random rotations for all heads at once
 }
 """Family -> what its plan's reason must say of weights inside its layers."""

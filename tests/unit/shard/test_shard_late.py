@@ -147,7 +147,7 @@ def test_a_depthwise_convolution_is_cut_with_its_counts() -> None:
     patches = tuple(
         Patch("*", "Conv1d", attribute, 6, (3, 3)) for attribute in ("groups", "in_channels", "out_channels")
     )
-    params = {f"*.{name}": Split("column", 0, 6, parts) for name in ("weight", "bias")}
+    params = {f"0.{name}": Split("column", 0, 6, parts) for name in ("weight", "bias")}
     for rank, channels in enumerate(([0, 1, 5], [2, 3, 4])):
         part = copy.deepcopy(whole)
         shard(part, Plan(2, "Sequential", params, patches), rank, FakeComm(rank))
