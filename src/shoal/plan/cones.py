@@ -321,6 +321,29 @@ def _number_blocks(
         cone.block[in_one_block] = code[name][in_one_block]
         still_open = is_open & ~in_one_block
         cone.block[still_open] = block_size * (1 << highest[name][still_open].clamp(min=1)) // 2
+        _settle_at_once(cone, block_size, width, still_open, code[name], highest[name])
+
+
+def _settle_at_once(
+    cone: Cone,
+    block_size: int,
+    width: int,
+    still_open: torch.Tensor,
+    code: torch.Tensor,
+    highest: torch.Tensor,
+) -> None:
+    """Number features by larger blocks without measuring them, where those are the only ones possible.
+
+    Blocks whose numbers differ in bit b and in no higher one lie in one block of 2^(b+1) of them, and in no
+    half of it; so that is their size unless the width has other divisors below.
+    """
+    for bit in torch.unique(highest[still_open]).tolist():
+        size = block_size << (bit + 1)
+        powers = {block_size << power for power in range(bit + 2)}
+        if width % size == 0 and all(width % other or other in powers for other in range(block_size, size)):
+            members = still_open & (highest == bit)
+            cone.block_size[members] = size
+            cone.block[members] = code[members] >> (bit + 1)
 
 
 def _joint_support(

@@ -62,13 +62,13 @@ class Local:
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """All that differs from rank to rank in size: ranks of equal sizes run the same code."""
-        parts = [
-            part for region in self.regions for part in (*region.columns.values(), *region.rows.values())
-        ]
-        found = [len(part[rank]) for part in parts]
-        found += [total(entry.ranges[rank]) for entry in (*self.args, *self.raw)]
+        found: list[int] = []
+        for region in self.regions:
+            found += [len(part[rank]) for part in (*region.columns.values(), *region.rows.values())]
+        found += [total(argument.ranges[rank]) for argument in self.args]
+        found += [total(raw.ranges[rank]) for raw in self.raw]
         found += [values[rank] for values in self.patches.values()]
-        return (*found, *(entry.values[rank] for entry in self.reshapes))
+        return (*found, *(reshape.values[rank] for reshape in self.reshapes))
 
     def slabs(self, rank: int) -> dict[str, tuple[int, torch.Tensor]]:
         """The rank's part of every weight that code of its own multiplies by."""
