@@ -34,6 +34,8 @@ class EngineConfig(BaseModel):
     device: str = "auto"  # auto, cpu, cuda, mps, xpu (an index may follow: cuda:1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None  # None: the best for the device
+    cpu_kernels: Literal["auto", "off"] = "auto"  # off: a CPU computes with torch alone
+    comm: Literal["auto", "shm", "gloo"] = "auto"  # between CPU ranks: shared memory where they can
     num_threads: int | None = Field(default=None, ge=1)  # CPU threads per rank; None: cores / ranks
 
     max_model_len: int | None = Field(default=None, ge=1)  # tokens, prompt and output; None: the model's

@@ -8,11 +8,20 @@ of a key and a value head. Hq is a multiple of H; query head h reads KV head ``h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["AttentionBatch", "DecodeGroup", "KVShape", "LayerPages", "PagedKernel", "Prefill", "Variant"]
+__all__ = [
+    "AttentionBatch",
+    "DecodeGroup",
+    "KVShape",
+    "LayerPages",
+    "PagedKernel",
+    "Prefill",
+    "Variant",
+    "WritesPages",
+]
 
 
 class KVShape(NamedTuple):
@@ -90,3 +99,16 @@ class PagedKernel(Protocol):
         sinks: torch.Tensor | None,  # [Hq]: a logit per head that takes part in the softmax, or None
     ) -> torch.Tensor:  # [T, Hq, Ev]
         ...
+
+
+@runtime_checkable
+class WritesPages(Protocol):
+    """A kernel that puts new keys and values into the pages itself: :func:`shoal.attention.pages.write`."""
+
+    def write(
+        self,
+        pages: LayerPages,
+        keys: torch.Tensor,  # [T, H, Ek]
+        values: torch.Tensor,  # [T, H, Ev]
+        slots: torch.Tensor,  # [T] int64
+    ) -> None: ...

@@ -8,7 +8,9 @@ Because no mask function is registered under that name, transformers builds no m
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,13 +18,29 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shoal.attention import pages as paging
-from shoal.attention.base import AttentionBatch, KVShape, LayerPages, PagedKernel, Variant
+from shoal.attention.base import AttentionBatch, KVShape, LayerPages, PagedKernel, Variant, WritesPages
 from shoal.attention.sdpa import causal
 
-__all__ = ["NAME", "AttentionContext", "attach"]
+__all__ = ["NAME", "Attends", "AttentionContext", "attach", "lent"]
 
 NAME = "shoal_paged"
 _ATTRIBUTE = "_shoal_attention"
+
+
+class Attends(Protocol):
+    """What a module's attention is sent to."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        variant: Variant,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, Hq, T, Ek], key [1, H, T, Ek], value [1, H, T, Ev] to [1, T, Hq, Ev]."""
+        ...
 
 
 class AttentionContext:
@@ -34,6 +52,7 @@ class AttentionContext:
 
     def __init__(self, kernel: PagedKernel) -> None:
         self.kernel = kernel
+        self._write = kernel.write if isinstance(kernel, WritesPages) else paging.write
         self.shapes: list[KVShape] = []
         self.pages: list[LayerPages] = []
         self.batch: AttentionBatch | None = None
@@ -48,14 +67,23 @@ class AttentionContext:
         variant: Variant,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [1, Hq, T, Ek], key [1, H, T, Ek], value [1, H, T, Ev] to [1, T, Hq, Ev]."""
+        """See :class:`Attends`."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.batch is None:
             self._note(module, KVShape(k.shape[1], k.shape[2], v.shape[2]))
             return causal(q, k, v, variant, sinks)[None]
         layer = self.pages[self._layer_of[module]]
-        paging.write(layer, k, v, self.batch.slots)
+        self._write(layer, k, v, self.batch.slots)
         return self.kernel(q, layer, self.batch, variant, sinks)[None]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that attention was called from, by their layers' numbers."""
+        return list(self._layer_of)
+
+    def layer_of(self, module: nn.Module) -> int:
+        """Number of the layer that a module's attention is, in the order of their first calls."""
+        return self._layer_of[module]
 
     def _note(self, module: nn.Module, shape: KVShape) -> None:
         if module not in self._layer_of:
@@ -75,7 +103,7 @@ def _paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,  # dropout and whatever else a model passes along; the self-check at load catches what mattered
 ) -> tuple[torch.Tensor, None]:
-    context: AttentionContext = getattr(module, _ATTRIBUTE)
+    context: Attends = getattr(module, _ATTRIBUTE)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return context.attend(module, query, key, value, Variant(scale, sliding_window, softcap), s_aux), None
 
@@ -89,3 +117,16 @@ def attach(model: PreTrainedModel, context: AttentionContext) -> None:
         config = getattr(module, "config", None)
         if config is not None:
             config._attn_implementation = NAME
+
+
+@contextmanager
+def lent(part: nn.Module, context: Attends) -> Iterator[None]:
+    """Send the attention of a part of an attached model elsewhere for a while."""
+    before = {module: getattr(module, _ATTRIBUTE) for module in part.modules()}
+    try:
+        for module in before:
+            object.__setattr__(module, _ATTRIBUTE, context)
+        yield
+    finally:
+        for module, own in before.items():
+            object.__setattr__(module, _ATTRIBUTE, own)

@@ -18,10 +18,20 @@ import torch
 from shoal.device.base import Device, available_devices
 from shoal.errors import ConfigError
 
-__all__ = ["CANDIDATES", "METAL_FLASH", "Candidate", "Choice", "first_passing", "is_mps", "resolve"]
+__all__ = [
+    "CANDIDATES",
+    "CPU_PAGED",
+    "METAL_FLASH",
+    "Candidate",
+    "Choice",
+    "first_passing",
+    "is_mps",
+    "resolve",
+]
 
 _logger = logging.getLogger("shoal.attention")
 
+CPU_PAGED = "cpu_paged"
 METAL_FLASH = "kernels-community/metal-flash-sdpa@223ca3350d7ba32ecf19341ff2cbb8c43fa47d62"
 
 # 100 GSM8K questions, Qwen2.5-0.5B-Instruct, MPS, fp16: huggingface/transformers pull request 45974.
@@ -46,6 +56,7 @@ class Candidate:
 
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate(METAL_FLASH, ("mps",), package="kernels"),
+    Candidate(CPU_PAGED, ("cpu",), package="numba"),
     Candidate("sdpa", ("cpu", "cuda", "mps", "xpu")),
     Candidate("eager", ("cpu", "cuda", "mps", "xpu"), automatic=False),
 )

@@ -1,4 +1,4 @@
-"""Where shoal keeps what it made, and making each thing once. Knows nothing of what is made.
+"""Making a folder in the cache once. Knows nothing of what is made.
 
 A result appears under its name whole or not at all: it is built in a folder beside it and renamed. A
 file lock lets one process build while others wait; the kernel drops the lock when its holder dies, and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,15 +17,9 @@ from pathlib import Path
 
 from shoal.errors import UsageError
 
-__all__ = ["build_once", "home"]
+__all__ = ["build_once"]
 
 _logger = logging.getLogger("shoal.checkpoint")
-
-
-def home() -> Path:
-    """shoal's cache folder: ``SHOAL_HOME``, else ``~/.cache/shoal``. Read at every call, not created."""
-    named = os.environ.get("SHOAL_HOME")
-    return (Path(named) if named else Path("~/.cache/shoal")).expanduser().absolute()
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:

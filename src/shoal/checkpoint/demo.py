@@ -17,10 +17,11 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.checkpoint.cache import build_once, home
+from shoal.checkpoint.cache import build_once
 from shoal.checkpoint.gguf import convert, open_gguf
 from shoal.checkpoint.progress import Report, reporting, say
 from shoal.errors import CheckpointError, ModelNotFoundError
+from shoal.home import home
 
 __all__ = ["DEMO_SOURCE", "fetch_demo"]
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from shoal.checkpoint.cache import build_once, home
+from shoal.checkpoint.cache import build_once
 from shoal.checkpoint.files import SAFETENSORS
 from shoal.errors import CheckpointError
+from shoal.home import home
 
 __all__ = ["is_old_pickle", "load_pickle", "rewritten"]
 

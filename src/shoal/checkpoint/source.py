@@ -11,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-from shoal.checkpoint.cache import build_once, home
+from shoal.checkpoint.cache import build_once
 from shoal.checkpoint.demo import fetch_demo
 from shoal.checkpoint.files import find_weights
 from shoal.checkpoint.gguf import convert, open_gguf
@@ -19,8 +19,9 @@ from shoal.checkpoint.hub import fetch_config, fetch_from_hub
 from shoal.checkpoint.progress import reporting, say
 from shoal.checkpoint.support import check_folder, check_supported
 from shoal.errors import ModelNotFoundError, UsageError
+from shoal.home import home
 
-__all__ = ["check_supported", "home", "resolve", "resolve_config"]
+__all__ = ["check_supported", "resolve", "resolve_config"]
 
 # What the hub allows: letters, digits, "-", "_" and ".", in one or two parts.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)

@@ -55,7 +55,10 @@ def check_supported(config: Any) -> None:
             key = next((key for key in keys if part.get(key)), None)
             if key is not None:
                 raise _refusal(f"it takes {modality} ({key} in its config), and only text is supported yet")
-    for name in values.get("architectures") or ():
+    named = values.get("architectures") or ()
+    for name in named if isinstance(named, (list, tuple)) else [named]:
+        if not isinstance(name, str):
+            raise _refusal(f"architectures in its config has {name!r}, which is no class's name")
         for modality, marks in _CLASSES.items():
             if any(mark in name for mark in marks):
                 raise _refusal(f"{name} is for {modality}, and only text is supported yet")

@@ -67,6 +67,14 @@ DEVICE = (
 _ENGINE_ONLY = (
     _engine("executor", "What carries the ranks.", panel=_COMPUTE),
     _engine("dtype", "What is computed in; auto takes what is fast on the device.", panel=_COMPUTE),
+    _engine(
+        "cpu_kernels",
+        "Our CPU kernels in the place of torch's: auto where they prove equal, off.",
+        panel=_COMPUTE,
+    ),
+    _engine(
+        "comm", "What ranks on CPUs sum over: shared memory, gloo; auto shares where it can.", panel=_COMPUTE
+    ),
     _engine("num_threads", "CPU threads per rank.", default="cores / ranks", panel=_COMPUTE),
     _engine(
         "max_model_len", "Most tokens of a request, prompt and output.", default="the model's", panel=_AMOUNT

@@ -6,13 +6,21 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
 
-__all__ = ["check_writable", "human_bytes", "print_json", "print_lines", "to_jsonl", "write_whole"]
+__all__ = [
+    "check_writable",
+    "human_bytes",
+    "print_json",
+    "print_lines",
+    "print_table",
+    "to_jsonl",
+    "write_whole",
+]
 
 
 def print_json(document: Any) -> None:
@@ -26,6 +34,17 @@ def print_lines(lines: Iterable[str]) -> None:
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on stdout, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def to_jsonl(rows: Iterable[Any]) -> list[str]:

@@ -60,9 +60,9 @@ def _make_report(config: EngineConfig, anew: bool) -> dict[str, Any]:
     """
     import torch
 
-    from shoal.checkpoint.source import home
     from shoal.cli.plan_report import ModelFacts, plan_report
     from shoal.device.base import resolve_device, resolve_dtype
+    from shoal.home import home
     from shoal.model.plans import read_subject
     from shoal.plan.skeleton import build_on_meta
     from shoal.prove.prove import plan_and_prove

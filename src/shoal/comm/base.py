@@ -7,11 +7,11 @@ does not come raises :class:`shoal.errors.RankError` instead of waiting for ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Comm"]
+__all__ = ["Comm", "TimedComm"]
 
 
 class Comm(Protocol):
@@ -45,4 +45,13 @@ class Comm(Protocol):
 
     def close(self) -> None:
         """Release what the group holds. Further calls are errors."""
+        ...
+
+
+@runtime_checkable
+class TimedComm(Comm, Protocol):
+    """A group whose peers can be late."""
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long collectives wait for their peers from now on."""
         ...

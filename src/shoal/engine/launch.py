@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shoal.cache.manager import CacheManager
 from shoal.checkpoint.progress import reporting
-from shoal.checkpoint.source import check_supported, home, resolve
+from shoal.checkpoint.source import check_supported, resolve
 from shoal.config import EngineConfig
 from shoal.device.base import Device, check_ranks, resolve_device
 from shoal.engine.admission import Admission
@@ -22,6 +22,7 @@ from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defau
 from shoal.engine.protocol import EngineInfo
 from shoal.engine.text import Tokenizer
 from shoal.errors import ConfigError, UnsupportedError
+from shoal.home import home
 from shoal.messages import AllocateKV, RankReady, RankReport
 from shoal.model.build import causal_class, load_config, model_length, steady_length
 from shoal.plan.types import Plan

@@ -78,8 +78,8 @@ class PagedCausal:
 
     def __init__(self, module: PreTrainedModel, kernel: PagedKernel) -> None:
         self._call = Caller(module)
-        self._context = AttentionContext(kernel)
-        attach(module, self._context)
+        self.context = AttentionContext(kernel)
+        attach(module, self.context)
 
     @classmethod
     def of(cls, module: PreTrainedModel, kernel: PagedKernel) -> ServedModel:
@@ -89,18 +89,18 @@ class PagedCausal:
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
         """Known once :meth:`plain` has run."""
-        return self._context.shapes
+        return self.context.shapes
 
     def use_pages(self, pages: list[LayerPages]) -> None:
-        self._context.pages = pages
+        self.context.pages = pages
 
     def plain(self, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        self._context.batch = None
+        self.context.batch = None
         positions = torch.arange(len(ids), device=ids.device)
         return self._call(ids[None], positions[None], wanted, use_cache=False)[0]
 
     def logits(self, batch: Ragged) -> torch.Tensor:
-        self._context.batch = attention_batch(batch)
+        self.context.batch = attention_batch(batch)
         return self._call(batch.ids[None], batch.positions[None], batch.wanted, use_cache=False)[0]
 
 

@@ -4,8 +4,8 @@ own plain attention is taken, and why the others were not is said. Knows no fami
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -17,10 +17,31 @@ from shoal.model.base import Ragged, Row, ServedModel
 from shoal.model.build import model_length
 from shoal.model.causal import Caller, PaddedCausal, PagedCausal
 
-__all__ = ["Chosen", "ragged", "serve_causal", "tolerance"]
+__all__ = ["Chosen", "Fuse", "FusedModel", "ragged", "serve_causal", "tolerance"]
 
 _BLOCK_SIZE = 4  # of the self-check's own pages: small, so that a dozen tokens cross blocks
 _LENGTHS = (11, 6)  # of its prompts, where the model takes so many positions
+
+
+class FusedModel(ServedModel, Protocol):
+    """A served model that can be put back."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was fused and what not."""
+        ...
+
+    @property
+    def layers_fused(self) -> int:
+        """How many layers."""
+        ...
+
+    def restore(self) -> None:
+        """Put the model's own code back."""
+        ...
+
+
+Fuse = Callable[[PreTrainedModel, PagedCausal], FusedModel]
 
 
 class Chosen(NamedTuple):
@@ -70,8 +91,13 @@ def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def serve_causal(module: PreTrainedModel, kernel: PagedKernel, device: torch.device) -> Chosen:
+def serve_causal(
+    module: PreTrainedModel, kernel: PagedKernel, device: torch.device, fuse: Fuse | None = None
+) -> Chosen:
     """Find the way ``module`` (weights loaded, on ``device``) is served.
+
+    Args:
+        fuse: makes a model on the paged way deeper; None leaves it.
 
     Raises:
         UnsupportedError: no way gives the model's own logits.
@@ -94,11 +120,33 @@ def serve_causal(module: PreTrainedModel, kernel: PagedKernel, device: torch.dev
         model = way.of(module, kernel)
         problem = _check(model, prompts, expected, module.dtype, device)
         if problem is None:
+            if fuse is not None and isinstance(model, PagedCausal):
+                deeper, said = _fused(fuse(module, model), prompts, expected, module.dtype, device)
+                notes += said
+                model = deeper or model
             return Chosen(model, (*notes, f"served the {model.way} way"))
         notes.append(f"not {model.way}: {problem}")
     raise UnsupportedError(
         f"model: {type(module).__name__} cannot be served: {'; '.join(notes)}", field="model"
     )
+
+
+def _fused(
+    model: FusedModel,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[ServedModel | None, tuple[str, ...]]:
+    """The fused model if its logits are right; else it is put back as it was, and why is said."""
+    if not model.layers_fused:
+        model.restore()
+        return None, model.notes
+    problem = _check(model, prompts, expected, dtype, device)
+    if problem is None:
+        return model, model.notes
+    model.restore()
+    return None, (f"not fused: {problem}",)
 
 
 def _reference(

@@ -33,7 +33,7 @@ def architecture_class(
     Raises:
         UnsupportedError: there is no such class, or its code is not trusted.
     """
-    named = next(iter(getattr(config, "architectures", None) or ()), None)
+    named = _named(config)
     reference = next(_from_code(getattr(config, "auto_map", None) or {}, named, config), None)
     if reference is not None and trust_remote_code and path is not None:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -60,6 +60,22 @@ def architecture_class(
     raise UnsupportedError(
         f"model: transformers has no class {named!r} for {type(config).__name__}", field="model"
     )
+
+
+def _named(config: Any) -> str | None:
+    """The first of the config's ``architectures``; a name alone counts as a list of one.
+
+    Raises:
+        UnsupportedError: it holds no names.
+    """
+    found = getattr(config, "architectures", None) or None
+    first = found[0] if isinstance(found, (list, tuple)) else found
+    if first is not None and not isinstance(first, str):
+        raise UnsupportedError(
+            f"model: architectures in its config is {found!r}, but a list of class names is wanted",
+            field="model",
+        )
+    return first
 
 
 def _auto_classes(config: Any) -> Iterator[str]:

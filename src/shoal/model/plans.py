@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from shoal.checkpoint.source import home, resolve_config
+from shoal.checkpoint.source import resolve_config
 from shoal.errors import UsageError
+from shoal.home import home
 from shoal.model.build import load_config
 from shoal.model.classes import architecture_class
 from shoal.model.structure import check_structure

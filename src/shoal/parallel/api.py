@@ -40,6 +40,7 @@ def parallelize(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     revision: str | None = None,
+    comm: str = "auto",
     timeout_s: float = 600.0,
 ) -> Any:
     """Run a transformers model over several ranks, for inference.
@@ -52,7 +53,8 @@ def parallelize(
     they gave before, without gradients. What is its rank's own: ``state_dict()`` and the weights hold this
     rank's part, ``output_attentions`` the heads of rank 0, and a cache the keys and values of rank 0 (what
     is done to it between calls is done by every rank). Forward hooks run on every rank, each on a copy.
-    ``save_pretrained``, copying, casting and moving are refused.
+    ``save_pretrained``, copying, casting and moving are refused, and so is a call after an attribute, a
+    submodule or a parameter of a module was exchanged.
 
     Args:
         model: a transformers model in memory (a pipeline's ``.model``, a class of one's own), or a folder,
@@ -69,6 +71,8 @@ def parallelize(
         trust_remote_code: whether code that comes with a checkpoint may be run.
         attn_implementation: transformers' name of the attention to use. None: as it is.
         revision: branch, tag or commit of a hub model.
+        comm: what ranks on CPUs sum over: ``shm`` (memory they share), ``gloo``, or ``auto``: shared memory
+            where it can be had.
         timeout_s: seconds after which a rank that does not answer is given up.
 
     Returns:
@@ -81,7 +85,7 @@ def parallelize(
     """
     if policy is not None and injection_policy is not None:
         raise UsageError("injection_policy: pass it or policy, not both", field="injection_policy")
-    request = read_request(model, tp, mp_size, device, dtype)
+    request = read_request(model, tp, mp_size, device, dtype, comm)
     subject = read_subject(model, request.dtype, attn_implementation, trust_remote_code, revision)
     policy = injection_policy if policy is None else policy
     if request.place is not None:

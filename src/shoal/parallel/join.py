@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import shoal.errors
 from shoal.comm.base import Comm
-from shoal.comm.torch_dist import connect
+from shoal.comm.choose import join_group as join_ranks
 from shoal.errors import PlanError, ShoalError, UsageError
 from shoal.parallel.agree import digest, share_bytes, weights_digest, which_differ
 from shoal.parallel.build import build_part
@@ -36,12 +36,12 @@ def join_group(subject: Subject, request: Request, policy: Any, timeout_s: float
         UsageError: the ranks' models differ.
         RankError: a rank did not come.
     """
-    control = connect(0, 0, "", torch.device("cpu"), timeout_s)
+    control = join_ranks(0, 0, "", torch.device("cpu"), timeout_s, request.comm)
     _check_same(subject, control)
     plan, number = _shared_plan(subject, request.tp, policy, control)
     device = request.device
     device.activate()
-    comm = control if device.kind == "cpu" else connect(0, 0, "", device.torch_device, timeout_s)
+    comm = control if device.kind == "cpu" else join_ranks(0, 0, "", device.torch_device, timeout_s)
     calls = Calls()
     if subject.recipe is not None:
         model = build_part(subject.recipe, plan, comm, device, calls)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.private import PrivateComm
+from shoal.comm.base import Comm
 from shoal.device.base import Device
 from shoal.errors import RankError, UsageError
 from shoal.parallel.crew import Crew
@@ -24,6 +24,7 @@ from shoal.parallel.packing import Known, pack
 from shoal.parallel.parts import Journal, Part
 from shoal.parallel.results import CallTensors, empty_caches, refuse_foreign
 from shoal.parallel.surroundings import Hooks, RandomState, Settings, autocast_state
+from shoal.parallel.unchanged import Unchanged
 from shoal.parallel.words import OVER, SKIP, Before, Call, Done, Failed, Go, Ready
 
 __all__ = ["Leader"]
@@ -46,7 +47,7 @@ class Leader:
         self,
         model: nn.Module,
         crew: Crew,
-        comm: PrivateComm,
+        comm: Comm,
         device: Device,
         timeout_s: float,
         at_close: Callable[[], None],
@@ -63,6 +64,7 @@ class Leader:
         self._modules = {name: weakref.ref(module) for name, module in model.named_modules()}
         self._settings = Settings(getattr(model, "config", None))
         self._hooks = Hooks(model)
+        self._unchanged = Unchanged(model)
         self._random: RandomState | None = None  # as the last call left it, on every rank
         self._keep: list[tuple[int, int]] = []  # of the last call's tensors
         self._closed = ""  # why, once it is
@@ -114,6 +116,7 @@ class Leader:
         model, module = self._model(), self._modules[name]()
         if (model is not None and model.training) or (module is not None and module.training):
             raise UsageError("a parallel model only infers: call model.eval() first")
+        self._unchanged.check()
 
     def _announce(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have every member ready to run the call, or nobody."""
@@ -177,6 +180,7 @@ class Leader:
             raise
         finally:
             self._hooks.note()  # transformers adds some in the middle of a call, on every rank
+            self._unchanged.note()
             # Whoever draws may have drawn otherwise than we did: then all are told where to go on.
             self._random = before if RandomState.now(self._device) == before else None
         words = self._crew.hear(self._timeout_s)

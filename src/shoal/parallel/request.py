@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shoal.comm.choose import Transport
 from shoal.comm.torch_dist import torchrun_place
 from shoal.device.base import Device, check_ranks, resolve_device
 from shoal.errors import ConfigError, UnsupportedError, UsageError
@@ -30,6 +31,7 @@ class Request:
     device: Device  # rank 0's, or under torchrun this rank's
     dtype: torch.dtype | None
     place: tuple[int, int] | None  # (rank, ranks) under torchrun
+    comm: Transport = "auto"  # between CPU ranks
 
 
 def read_request(
@@ -38,6 +40,7 @@ def read_request(
     mp_size: int | None,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
+    comm: str = "auto",
 ) -> Request:
     """Fill in what was left open.
 
@@ -51,6 +54,8 @@ def read_request(
     tp = mp_size if tp is None else tp
     if tp is not None and (isinstance(tp, bool) or not isinstance(tp, int) or tp < 1):
         raise UsageError(f"tp: {tp!r} is not a number of ranks; pass at least 1", field="tp")
+    if comm not in get_args(Transport):
+        raise UsageError(f"comm: {comm!r} is none of {get_args(Transport)}", field="comm")
     place = torchrun_place()
     first = _device(model, tp, device)
     if place is not None:
@@ -61,7 +66,7 @@ def read_request(
     else:
         ranks = tp if tp is not None else first.visible_count if first.kind == "cuda" else 1
         _check_ranks(first, ranks)
-    return Request(ranks, first, _dtype(dtype), place)
+    return Request(ranks, first, _dtype(dtype), place, cast(Transport, comm))
 
 
 def _device(model: Any, tp: int | None, device: str | torch.device | None) -> Device:

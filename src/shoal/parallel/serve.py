@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.comm.base import Comm
-from shoal.comm.private import connect_private
+from shoal.comm.choose import join_private_group
 from shoal.device.base import Device, resolve_device
 from shoal.device.peak import trim_heap
 from shoal.parallel.build import Recipe, build_part
@@ -68,7 +68,9 @@ def _begin(frames: Frames) -> _Member:
     device.activate()
     torch.set_num_threads(begin.num_threads)
     _say(frames, Ready())
-    comm = connect_private(begin.rank, begin.size, begin.rendezvous, device.torch_device, begin.timeout_s)
+    comm = join_private_group(
+        begin.rank, begin.size, begin.rendezvous, device.torch_device, begin.timeout_s, begin.comm
+    )
     plan = Plan.from_dict(begin.plan)
     calls = Calls()
     source = unpack(frames.receive_bytes(), device.torch_device)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shoal.comm.private import PrivateComm, connect_private
+from shoal.comm.base import Comm
+from shoal.comm.choose import join_private_group
 from shoal.comm.torch_dist import open_store
 from shoal.device.base import threads_per_rank
 from shoal.device.peak import trim_heap
@@ -45,7 +46,7 @@ def start_group(subject: Subject, request: Request, policy: Any, timeout_s: floa
         RankError: a rank could not be started, or failed.
     """
     crew = Crew(request.tp)  # first: it takes them seconds to import what they need
-    comm: PrivateComm | None = None
+    comm: Comm | None = None
     try:
         plan = make_plan(subject, request.tp, policy)
         comm = _connect(crew, request, plan, timeout_s)
@@ -70,7 +71,7 @@ def start_group(subject: Subject, request: Request, policy: Any, timeout_s: floa
     return model
 
 
-def _connect(crew: Crew, request: Request, plan: Plan, timeout_s: float) -> PrivateComm:
+def _connect(crew: Crew, request: Request, plan: Plan, timeout_s: float) -> Comm:
     """Introduce the ranks to each other."""
     store, rendezvous = open_store()
     for rank in range(1, request.tp):
@@ -83,11 +84,12 @@ def _connect(crew: Crew, request: Request, plan: Plan, timeout_s: float) -> Priv
             timeout_s=timeout_s,
             sys_path=tuple(sys.path),
             plan=plan.to_dict(),
+            comm=request.comm,
         )
         crew.tell(pickle.dumps(begin), timeout_s, [rank])
     crew.expect(Ready, timeout_s)
     request.device.activate()
-    return connect_private(0, request.tp, store, request.device.torch_device, timeout_s)
+    return join_private_group(0, request.tp, store, request.device.torch_device, timeout_s, request.comm)
 
 
 def _hand_out(
@@ -95,7 +97,7 @@ def _hand_out(
     request: Request,
     plan: Plan,
     crew: Crew,
-    comm: PrivateComm,
+    comm: Comm,
     calls: Calls,
     timeout_s: float,
 ) -> PreTrainedModel:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shoal.checkpoint.source import home, resolve
+from shoal.checkpoint.source import resolve
+from shoal.home import home
 from shoal.model.build import load_config
 from shoal.model.classes import architecture_class
 from shoal.model.structure import check_structure

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.comm.choose import Transport
 from shoal.parallel.parts import Drop, Operation
 from shoal.parallel.surroundings import HookChange, RandomState
 
@@ -32,6 +33,7 @@ class Begin:
     timeout_s: float
     sys_path: Sequence[str]  # where the program finds its modules
     plan: dict[str, Any]
+    comm: Transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ def with_special_inputs(model_class: type[nn.Module], config: Any, batch: Batch)
     """
     accepted = inspect.signature(model_class.forward).parameters
     generator = torch.Generator().manual_seed(9)
-    special = {name: make(config, batch, generator) for name, make in _SPECIAL.items() if name in accepted}
+    made = {name: make(config, batch, generator) for name, make in _SPECIAL.items() if name in accepted}
+    special = {name: value for name, value in made.items() if value is not None}
     special |= _further_ids(accepted, config, batch, generator)
     return replace(batch, special=special) if special else None
 
@@ -108,10 +109,19 @@ def _target_mapping(config: Any, batch: Batch, generator: torch.Generator) -> to
     return torch.eye(tokens)[1:3].expand(rows, -1, -1).clone()
 
 
-_SPECIAL: Mapping[str, Callable[[Any, Batch, torch.Generator], torch.Tensor]] = {
+def _token_type_ids(config: Any, batch: Batch, generator: torch.Generator) -> torch.Tensor | None:
+    """Two kinds of tokens, where no table of them in the config says that without any all are of the first
+    kind: then they may well be other code."""
+    if any("type_vocab" in name for name in vars(config)):
+        return None
+    return torch.randint(0, 2, batch.ids.shape, generator=generator)
+
+
+_SPECIAL: Mapping[str, Callable[[Any, Batch, torch.Generator], torch.Tensor | None]] = {
     "global_attention_mask": _global_attention_mask,
     "perm_mask": _permutation_mask,
     "target_mapping": _target_mapping,
+    "token_type_ids": _token_type_ids,
 }
 _FURTHER_ROWS = 3  # entities and the like in a row
 _MENTION = 2  # tokens that one of them stands for
@@ -146,12 +156,26 @@ def prefill_pass(model: nn.Module, batch: Batch) -> Pass:
     """The whole batch at once, asking for a cache where the model has one."""
     special = {name: _as_model(model, value) for name, value in batch.special.items()}
     arguments: dict[str, Any] = {"input_ids": batch.ids, "attention_mask": batch.mask, **special}
+    head = str(inspect.signature(model.forward).return_annotation)
+    if "MultipleChoice" in head:  # [batch, choices, tokens]
+        choices = {"input_ids": (batch.ids, batch.ids.flip(1)), "attention_mask": (batch.mask, batch.mask)}
+        return _call(model, {name: torch.stack(pair, 1) for name, pair in choices.items()})
     if not _config(model, "is_encoder_decoder"):
         return _call(model, arguments)
+    if "Seq2SeqSequenceClassifier" in head:  # classifies by a row's last end token; decodes what it encodes
+        return _call(model, {**arguments, "input_ids": _ended(batch.ids, _config(model, "eos_token_id"))})
     arguments["decoder_input_ids"] = batch.target_ids
     with encoder_output(model) as encoder:
         done = _call(model, arguments)
     return replace(done, encoder=encoder[0]) if encoder else done
+
+
+def _ended(ids: torch.Tensor, end: Any) -> torch.Tensor:
+    """The ids with one end token in each row, its last; as they are if the config has none."""
+    if not isinstance(end, int):
+        return ids
+    other = torch.where(ids == end, ids - 1, ids)
+    return torch.cat([other[:, :-1], torch.full_like(ids[:, :1], end)], 1)
 
 
 def decode_pass(model: nn.Module, batch: Batch, before: Pass) -> Pass:

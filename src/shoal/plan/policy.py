@@ -100,7 +100,13 @@ def _from_file(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.expanduser().read_text(encoding="utf-8")) or {}
+        text = path.expanduser().read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:  # of which YAML would take the last without a word
+            raise _wrong(f"{path}: {twice}: it is there twice")
+        return yaml.safe_load(text) or {}
     except OSError as error:
         raise _wrong(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -131,7 +137,7 @@ def _value(key: str, value: object) -> str | tuple[str, ...]:
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """``nearest are: ...``, or some of what there is."""
-    known = list(dict.fromkeys(known))
+    known = list(dict.fromkeys(filter(None, known)))  # the whole model's name is empty
     close = difflib.get_close_matches(name, known, count, cutoff=0.5)
     shown = ", ".join(close or known[:count])
     return f"nearest are: {shown}" if close else f"there are: {shown}{', ...' * (len(known) > count)}"

@@ -108,6 +108,8 @@ def _targets(names: _Names, key: str, value: str | tuple[str, ...]) -> Iterator[
         return
     if not matched:
         known = [*map(pattern_of, names.modules), *map(pattern_of, names.weights)]
+        if key.startswith("*."):  # any beginning: what there is ends so
+            known = ["*." + ".".join(name.split(".")[-key.count(".") :]) for name in known]
         raise _wrong(key, f"nothing in the model has that name; {nearest(key, known)}")
     if style == DERIVED:
         return

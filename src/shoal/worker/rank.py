@@ -12,15 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shoal.attention.base import PagedKernel
+from shoal.attention.kernels import KernelMaker
 from shoal.attention.pages import allocate
 from shoal.attention.resolve import resolve as resolve_attention
-from shoal.attention.sdpa import paged_eager, paged_sdpa
 from shoal.checkpoint.load import load_weights
 from shoal.checkpoint.progress import Report
 from shoal.checkpoint.reader import CheckpointReader
-from shoal.comm.base import Comm
+from shoal.comm.base import Comm, TimedComm
+from shoal.comm.choose import join_group
 from shoal.comm.local import LocalComm
-from shoal.comm.torch_dist import TorchComm, connect
 from shoal.config import EngineConfig, make_config
 from shoal.device.base import Device, resolve_device, resolve_dtype, threads_per_rank
 from shoal.device.memory import process_private_bytes
@@ -39,7 +39,7 @@ from shoal.messages import (
 )
 from shoal.model.base import ServedModel
 from shoal.model.build import build_empty, causal_class, load_config, model_length
-from shoal.model.choose import serve_causal
+from shoal.model.choose import Fuse, serve_causal
 from shoal.plan.slices import slices, zero_names
 from shoal.plan.types import Plan
 from shoal.shard.apply import shard
@@ -48,16 +48,10 @@ from shoal.worker.sizing import kv_budget, step_growth_bytes
 
 __all__ = ["RankWorker", "weight_bytes"]
 
-_KERNELS: dict[str, PagedKernel] = {"sdpa": paged_sdpa, "eager": paged_eager}
 _SAMPLING_RANK = 0
 
 # Of the step's time: ranks that wait in vain say so before the executor gives up, so it knows for whom.
 _COLLECTIVE_SHARE = 0.9
-
-
-def _is_built(kernel: str) -> str | None:
-    """Why a kernel cannot serve pages; None if it can. Its numbers are checked on the model itself."""
-    return None if kernel in _KERNELS else "it has no form for paged KV in this build"
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -103,27 +97,27 @@ class RankWorker:
         plan = Plan.from_dict(start.plan)
         parts, zeros = slices(plan, module, start.rank), zero_names(plan, module, start.rank)
         shard(module, plan, start.rank, comm)
+        kernel_name, kernel = self._choose_kernel(config, device)  # a compiler's memory is no weight's
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         with CheckpointReader(path) as reader:
             loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report, zeros)
         load_peak = used_since("cpu", peak_before)
-        kernel = resolve_attention(config.attn_implementation, device, _is_built).name
-        chosen = self._serve(module, kernel)
+        chosen = self._serve(module, kernel, config)
         length = min(config.max_model_len or 1 << 30, model_length(hf_config) or 1 << 30)
         budget = self._budget(
             config, device, start.world_size, hf_config.get_text_config().vocab_size, length
         )
         return RankReport(
             rank=start.rank,
-            weight_bytes=weight_bytes(module),
+            weight_bytes=weight_bytes(module) + getattr(self._model, "packed_bytes", 0),
             bytes_read=loaded.bytes_read,
             load_s=time.perf_counter() - started,
             kv_bytes_per_token=sum(s.bytes_per_token(self._dtype.itemsize) for s in self._model_().kv_shapes),
             kv_budget_bytes=budget,
             private_growth_bytes=process_private_bytes() - self._private_before,
             peak_growth_bytes=load_peak,
-            attention=kernel if chosen[-1].endswith("paged way") else "the model's own",
+            attention=kernel_name if chosen[-1].endswith(("paged way", "fused way")) else "the model's own",
             dtype=dtype.name,
             notes=(dtype.reason, *chosen),
         )
@@ -139,7 +133,7 @@ class RankWorker:
             model, message.block_size, device.torch_device, samples=self._rank == _SAMPLING_RANK
         )
         self._runner.execute(_first_step(message))
-        if isinstance(self._comm, TorchComm):  # the others of the Protocol wait for nobody, or for threads
+        if isinstance(self._comm, TimedComm):  # the others of the Protocol wait for nobody, or for threads
             self._comm.set_timeout(self._step_timeout_s * _COLLECTIVE_SHARE)
         trim_heap()
         kv_bytes = sum(p.keys.nbytes + p.values.nbytes for p in pages)
@@ -176,15 +170,37 @@ class RankWorker:
         if start.world_size == 1:
             return LocalComm()
         # Until steps come, the others may read their weights from a slower disk: no step's deadline counts.
-        return connect(
-            start.rank, start.world_size, start.rendezvous, device.torch_device, config.load_timeout
+        return join_group(
+            start.rank,
+            start.world_size,
+            start.rendezvous,
+            device.torch_device,
+            config.load_timeout,
+            config.comm,
+            start.generation,
         )
 
+    def _choose_kernel(self, config: EngineConfig, device: Device) -> tuple[str, PagedKernel]:
+        maker = KernelMaker(self._dtype, num_threads=torch.get_num_threads())
+        name = resolve_attention(config.attn_implementation, device, maker.problem).name
+        return name, maker.make(name)
+
     @torch.inference_mode()
-    def _serve(self, module: PreTrainedModel, kernel: str) -> tuple[str, ...]:
-        chosen = serve_causal(module, _KERNELS[kernel], self._device_().torch_device)
+    def _serve(self, module: PreTrainedModel, kernel: PagedKernel, config: EngineConfig) -> tuple[str, ...]:
+        chosen = serve_causal(module, kernel, self._device_().torch_device, self._fuse(kernel, config))
         self._model = chosen.model
         return chosen.notes
+
+    def _fuse(self, kernel: PagedKernel, config: EngineConfig) -> Fuse | None:
+        """What puts CPU kernels in the place of the model's layers, if they are wanted and can be had."""
+        if config.cpu_kernels == "off" or self._device_().kind != "cpu" or not hasattr(kernel, "team"):
+            return None
+        from shoal.attention.cpu import CpuPaged
+        from shoal.model.fused import FusedCausal
+
+        comm, storage = self._comm, "bfloat16" if self._dtype is torch.bfloat16 else "float32"
+        assert comm is not None and isinstance(kernel, CpuPaged)
+        return lambda module, paged: FusedCausal(module, paged, kernel, comm, storage)
 
     def _budget(
         self, config: EngineConfig, device: Device, world_size: int, vocabulary: int, max_model_len: int

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.attention.resolve import METAL_FLASH, Candidate, Choice, first_passing, is_mps, resolve
+from shoal.attention.resolve import CPU_PAGED, METAL_FLASH, Candidate, Choice, first_passing, is_mps, resolve
 from shoal.device.cpu import CpuDevice
 from shoal.device.cuda import AcceleratorDevice
 from shoal.device.mps import MpsDevice
@@ -77,7 +77,7 @@ def test_mps_without_kernels_takes_sdpa_and_hints_at_the_package(caplog: pytest.
     assert all(record.levelno == logging.INFO for record in caplog.records)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", 0])
+@pytest.mark.parametrize("device", ["cuda", "xpu", 0])
 def test_elsewhere_sdpa_is_taken_and_metal_is_not_spoken_of(
     caplog: pytest.LogCaptureFixture, device: str | int
 ) -> None:
@@ -85,6 +85,17 @@ def test_elsewhere_sdpa_is_taken_and_metal_is_not_spoken_of(
         assert resolve(None, device, has_package=installed).name == "sdpa"
     assert "metal" not in caplog.text
     assert "pip install" not in caplog.text
+
+
+def test_a_cpu_takes_our_own_kernel_where_its_compiler_is_installed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert resolve(None, "cpu", has_package=installed).name == CPU_PAGED
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert resolve(None, "cpu", has_package=nothing_installed).name == "sdpa"
+    assert f"not {CPU_PAGED}: the package 'numba' is not installed" in caplog.text
+    with pytest.raises(ConfigError, match="pip install numba"):
+        resolve(CPU_PAGED, "cpu", has_package=nothing_installed)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +111,7 @@ def test_an_explicit_request_is_returned_as_it_is_without_a_warning(
 
 @pytest.mark.parametrize("requested", ["flash_attention_2", METAL_FLASH, "", "SDPA"])
 def test_an_explicit_request_that_is_not_there_is_refused_with_what_is(requested: str) -> None:
-    with pytest.raises(ConfigError, match="there is: sdpa, eager") as caught:
+    with pytest.raises(ConfigError, match="there is: cpu_paged, sdpa, eager") as caught:
         resolve(requested, "cpu", has_package=installed)
     assert caught.value.field == "attn_implementation"
 

@@ -9,21 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.cache import build_once, home
+from shoal.checkpoint.cache import build_once
 from shoal.errors import UsageError
-
-
-def test_home_is_shoal_home_and_read_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "a"))
-    assert home() == tmp_path / "a"
-    monkeypatch.setenv("SHOAL_HOME", "~/b")
-    assert home() == Path.home() / "b"
-    for unset in ("", None):
-        if unset is None:
-            monkeypatch.delenv("SHOAL_HOME")
-        else:
-            monkeypatch.setenv("SHOAL_HOME", unset)
-        assert home() == Path.home() / ".cache" / "shoal"
 
 
 def test_the_second_call_does_not_build(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from shoal.checkpoint import source
-from shoal.checkpoint.source import check_supported, home, resolve
+from shoal.checkpoint.source import check_supported, resolve
 from shoal.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
+from shoal.home import home
 
 
 def model_folder(folder: Path, config: dict[str, Any] | None = None, weights: bool = True) -> Path:

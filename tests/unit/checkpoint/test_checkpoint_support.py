@@ -29,6 +29,9 @@ from shoal.errors import CheckpointError, UnsupportedError
         ({"architectures": ["ViTForImageClassification"]}, "images"),
         ({"architectures": ["VisionEncoderDecoderModel"]}, "images"),
         ({"architectures": ["Wav2Vec2ForCTC"]}, "audio"),
+        ({"architectures": "Wav2Vec2ForCTC"}, "Wav2Vec2ForCTC is for audio"),
+        ({"architectures": [7]}, "architectures in its config has 7"),
+        ({"architectures": 7}, "architectures in its config has 7"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(config: dict[str, Any], named: str) -> None:

@@ -35,6 +35,20 @@ def test_the_named_class_is_taken_or_what_suits_the_config(
     assert architecture_class(made) is wanted
 
 
+def test_a_class_name_outside_a_list_is_taken_as_one() -> None:
+    config = T.LlamaConfig()
+    config.architectures = "LlamaForSequenceClassification"
+    assert architecture_class(config) is T.LlamaForSequenceClassification
+
+
+@pytest.mark.parametrize("value", [[7], 7, {"LlamaForCausalLM": 1}])
+def test_architectures_that_are_no_names_are_refused(value: Any) -> None:
+    config = T.LlamaConfig()
+    config.architectures = value
+    with pytest.raises(UnsupportedError, match=r"architectures in its config is .*7|.*LlamaForCausalLM"):
+        architecture_class(config)
+
+
 CODE = """
 import transformers as T
 

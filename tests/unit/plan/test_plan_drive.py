@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import MultipleChoiceModelOutput, Seq2SeqSequenceClassifierOutput
 
 from shoal.plan.drive import batch_of, prefill_pass, restored, with_special_inputs
 
@@ -49,6 +50,62 @@ def test_further_ids_are_drawn_from_their_own_vocabulary_and_point_at_tokens() -
     assert ids.shape == batch.special["thing_attention_mask"].shape
     assert int(ids.min()) > 0 and int(ids.max()) < 3
     assert positions.shape[:2] == ids.shape and int(positions.max()) < 6 and int(positions.min()) == -1
+
+
+class TwoKinds(nn.Module):
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor
+    ) -> torch.Tensor:
+        return input_ids + 0.5
+
+
+def test_two_kinds_of_tokens_are_given_where_the_config_has_no_table_of_them() -> None:
+    batch = with_special_inputs(TwoKinds, SimpleNamespace(vocab_size=9), batch_of(9, 2, 12))
+    assert batch is not None
+    assert batch.special["token_type_ids"].unique().tolist() == [0, 1]
+    tabled = SimpleNamespace(vocab_size=9, type_vocab_size=2)
+    assert with_special_inputs(TwoKinds, tabled, batch_of(9, 2, 12)) is None
+
+
+class Choices(nn.Module):
+    given: tuple[torch.Tensor, torch.Tensor]
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> MultipleChoiceModelOutput | torch.Tensor:
+        self.given = (input_ids, attention_mask)
+        return input_ids + 0.5
+
+
+def test_a_model_of_multiple_choice_gets_rows_of_several_choices() -> None:
+    model, batch = Choices(), batch_of(50, 3, 7, padding=2)
+    prefill_pass(model, batch)
+    ids, mask = model.given
+    assert ids.shape == mask.shape == (3, 2, 7)
+    assert torch.equal(ids[:, 0], batch.ids) and not torch.equal(ids[:, 1], batch.ids)
+    assert torch.equal(mask[:, 1], batch.mask)
+
+
+class SummingUp(nn.Module):
+    """Classifies by the last end token, as encoder-decoders do."""
+
+    config = SimpleNamespace(is_encoder_decoder=True, eos_token_id=7)
+    given: tuple[torch.Tensor, torch.Tensor | None]
+
+    def forward(
+        self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor | None = None
+    ) -> Seq2SeqSequenceClassifierOutput | torch.Tensor:
+        self.given = (input_ids, decoder_input_ids)
+        return input_ids + 0.5
+
+
+def test_what_classifies_by_the_end_token_gets_one_in_each_row_and_decodes_its_own_ids() -> None:
+    model, batch = SummingUp(), batch_of(9, 3, 12)
+    assert bool((batch.ids == 7).any())
+    prefill_pass(model, batch)
+    ids, targets = model.given
+    assert (ids == 7).nonzero()[:, 1].tolist() == [11, 11, 11]
+    assert targets is None
 
 
 def test_without_a_vocabulary_of_their_own_further_ids_are_not_guessed() -> None:

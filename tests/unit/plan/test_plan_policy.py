@@ -72,7 +72,13 @@ def test_a_malformed_policy_is_refused_naming_the_key(policy: Any, told: str) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [(None, "No such file"), ("{", "neither JSON nor YAML"), ("- row", "not list")]
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        ("{", "neither JSON nor YAML"),
+        ("- row", "not list"),
+        ('{"*.q": "column", "*.k": "row", "*.q": "replicate"}', r"\*\.q: it is there twice"),
+    ],
 )
 def test_a_file_that_holds_no_policy_is_refused(tmp_path: Path, content: str | None, told: str) -> None:
     path = tmp_path / "policy.json"

@@ -132,6 +132,8 @@ def test_words_fit_what_they_are_said_of() -> None:
             "'self_attn.out_proj' names no linear .* self_attn.o_proj",
         ),
         ({"lm_hed": "gather"}, "lm_hed: nothing in the model .* nearest are: lm_head"),
+        ({"*.self_attn.q_prj": "column"}, r"nearest are: \*\.self_attn\.q_proj, "),
+        ({"(any)": "column"}, "there are: model, "),
         ({"lm_head": "gathr"}, "lm_head: unknown style 'gathr'; nearest are: gather"),
         ({f"{LAYERS}mlp": "column"}, "a LlamaMLP is no linear; name what is in it: .*up_proj"),
         ({f"{LAYERS}mlp": "experts"}, "only experts that are stacked"),

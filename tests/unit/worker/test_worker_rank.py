@@ -39,7 +39,7 @@ def test_the_report_says_what_was_built(started: tuple[RankWorker, RankReport]) 
     assert report.weight_bytes == sum(unique.values()) + buffers
     assert report.kv_bytes_per_token == 2 * 3 * (8 + 8) * 4, "layers, KV heads, key and value width, float32"
     assert report.kv_budget_bytes == 1 << 20
-    assert (report.rank, report.dtype, report.attention) == (0, "float32", "sdpa")
+    assert (report.rank, report.dtype, report.attention) == (0, "float32", "cpu_paged")
 
 
 def test_pages_hold_what_was_allocated(started: tuple[RankWorker, RankReport]) -> None:

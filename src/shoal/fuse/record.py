@@ -1,0 +1,174 @@
+"""Runs one layer and notes what went through its modules and its attention. Knows no meaning of any of it.
+
+Rows are ``[T, N]`` float32: a token each, whatever shape the layer's code gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.attention.base import Variant
+from shoal.attention.hook import lent
+from shoal.attention.sdpa import causal
+
+__all__ = ["AttentionCall", "LayerCall", "LayerRun", "Noted", "rows_of", "run_layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What a model calls one of its layers with; the hidden states are replaced."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[1, T, W]."""
+        found: torch.Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return found
+
+    def with_hidden(self, hidden: torch.Tensor) -> LayerCall:
+        """The same call with other hidden states."""
+        if self.args:
+            return LayerCall((hidden, *self.args[1:]), self.kwargs)
+        return LayerCall((), {**self.kwargs, "hidden_states": hidden})
+
+    @property
+    def tables(self) -> str:
+        """The argument that holds a pair of rotary tables [1, T, width]; empty: none does."""
+        return next((name for name, value in self.kwargs.items() if _is_pair(value)), "")
+
+    def unrotated(self) -> LayerCall:
+        """The same call with every token at position 0, where nothing is rotated."""
+        kwargs = dict(self.kwargs)
+        if self.tables:
+            cos, sin = kwargs[self.tables]
+            kwargs[self.tables] = torch.ones_like(cos), torch.zeros_like(sin)
+        for name, value in self.kwargs.items():
+            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+                kwargs[name] = torch.zeros_like(value)
+        return LayerCall(self.args, kwargs)
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() == 3 for t in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One call of a module without children."""
+
+    name: str
+    module: nn.Module
+    source: torch.Tensor  # as given
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The one call of attention in a layer."""
+
+    module: str
+    query: torch.Tensor  # [T, Hq, E]
+    key: torch.Tensor  # [T, H, E]
+    value: torch.Tensor  # [T, H, Ev]
+    out: torch.Tensor  # [T, Hq, Ev]
+    variant: Variant
+    sinks: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class LayerRun:
+    """One run of a layer."""
+
+    x: torch.Tensor  # [T, W]
+    out: torch.Tensor  # [T, W]
+    is_tuple: bool
+    noted: list[Noted] = field(default_factory=list)  # in the order of their calls
+    attention: list[AttentionCall] = field(default_factory=list)
+
+
+class _Recorder:
+    """In the place of an :class:`shoal.attention.hook.AttentionContext`: plain causal attention, noted."""
+
+    def __init__(self, names: Mapping[nn.Module, str], run: list[AttentionCall]) -> None:
+        self._names, self._run = names, run
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        variant: Variant,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See :meth:`shoal.attention.hook.AttentionContext.attend`."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = causal(q, k, v, variant, sinks)
+        self._run.append(AttentionCall(self._names[module], q, k, v, out, variant, sinks))
+        return out[None]
+
+
+@torch.inference_mode()
+def run_layer(layer: nn.Module, call: LayerCall) -> LayerRun:
+    """Run a layer on its own.
+
+    Raises:
+        Exception: whatever the layer's own code raises.
+    """
+    noted: list[Noted] = []
+    attention: list[AttentionCall] = []
+    names = {module: name for name, module in layer.named_modules()}
+    with lent(layer, _Recorder(names, attention)), _watching(layer, noted):
+        result = layer(*call.args, **call.kwargs)
+    is_tuple = isinstance(result, tuple)
+    hidden = result[0] if is_tuple else result
+    tokens = call.hidden.shape[1]
+    return LayerRun(rows_of(call.hidden, tokens), rows_of(hidden, tokens), is_tuple, noted, attention)
+
+
+@contextmanager
+def _watching(layer: nn.Module, noted: list[Noted]) -> Iterator[None]:
+    handles = []
+    for name, module in layer.named_modules():
+        if next(module.children(), None) is None:
+            handles.append(module.register_forward_hook(_note(name, noted)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(name: str, noted: list[Noted]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
+            # Some code adds to what it was given in place; what was seen is kept as it was.
+            noted.append(Noted(name, module, args[0].clone(), out.clone()))
+
+    return hook
+
+
+def rows_of(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A row a token, float32: [1, T, ...], [T, ...] or [1, heads, T, width] as [T, N].
+
+    Raises:
+        ValueError: no dimension is the tokens'.
+    """
+    tensor = tensor.float()
+    while tensor.dim() > 2 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.shape[0] == tokens:
+        return tensor.reshape(tokens, -1)
+    if tensor.dim() == 3 and tensor.shape[1] == tokens:
+        return tensor.transpose(0, 1).reshape(tokens, -1)
+    raise ValueError(f"no row a token: {list(tensor.shape)} for {tokens} tokens")

@@ -1,0 +1,1 @@
+"""Compiling kernels with numba and running them on a team of threads. Imported only where kernels run."""

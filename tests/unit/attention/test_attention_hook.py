@@ -1,0 +1,65 @@
+"""A model's attention lands in our kernel, its new keys and values in the pages before that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.attention.base import AttentionBatch, DecodeGroup, LayerPages, PagedKernel, Variant
+from shoal.attention.cpu import CpuPaged
+from shoal.attention.hook import AttentionContext
+from shoal.attention.pages import allocate
+from shoal.attention.sdpa import paged_sdpa
+from shoal.jit.team import Team
+
+VARIANT = Variant(0.25)
+
+
+def heads(count: int, tokens: int) -> torch.Tensor:
+    return torch.randn(1, count, tokens, 16)
+
+
+def serve(kernel: PagedKernel, module: nn.Module) -> tuple[AttentionContext, LayerPages]:
+    """A context that has measured ``module`` and holds pages of three blocks of two positions."""
+    context = AttentionContext(kernel)
+    context.attend(module, heads(4, 3), heads(2, 3), heads(2, 3), VARIANT, None)
+    pages = allocate(context.shapes, 3, 2, torch.float32, torch.device("cpu"))
+    context.pages = pages
+    context.batch = AttentionBatch(torch.tensor([5]), DecodeGroup(torch.tensor([[2]]), torch.tensor([2])), [])
+    return context, pages[0]
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_new_keys_and_values_are_in_the_pages_when_the_kernel_computes(ours: bool) -> None:
+    module, team = nn.Identity(), Team(1)
+    context, pages = serve(CpuPaged(team) if ours else paged_sdpa, module)
+    assert context.shapes == [(2, 16, 16)]
+    query, key, value = heads(4, 1), heads(2, 1), heads(2, 1)
+    pages.keys[2, 0], pages.values[2, 0] = torch.randn(2, 16), torch.randn(2, 16)
+    got = context.attend(module, query, key, value, VARIANT, None)
+    assert torch.equal(pages.keys[2, 1], key[0, :, 0])
+    assert torch.equal(pages.values[2, 1], value[0, :, 0])
+    for head in range(4):
+        scores = pages.keys[2, :, head // 2] @ query[0, head, 0] * 0.25
+        torch.testing.assert_close(got[0, 0, head], scores.softmax(0) @ pages.values[2, :, head // 2])
+    team.close()
+
+
+def test_a_kernel_that_writes_pages_itself_is_left_to_do_so() -> None:
+    class Counting(CpuPaged):
+        written = 0
+
+        def write(
+            self, pages: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            self.written += len(slots)
+            super().write(pages, keys, values, slots)
+
+    team, module = Team(1), nn.Identity()
+    kernel = Counting(team)
+    context, _ = serve(kernel, module)
+    assert kernel.written == 0, "nothing is written while a model is measured"
+    context.attend(module, heads(4, 1), heads(2, 1), heads(2, 1), VARIANT, None)
+    assert kernel.written == 1
+    team.close()
