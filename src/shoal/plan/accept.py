@@ -119,7 +119,17 @@ def _accept(
                 load + rank_elements(region, inventory.elements, rank) for rank, load in enumerate(loads)
             ]
         else:
-            found.reasons |= dict.fromkeys(region.widths, region.reason)
+            found.reasons |= dict.fromkeys(region.widths, _explained(region, found.flow))
+    for name, operation in found.flow.decided.items():
+        found.reasons.setdefault(name, f"torch.{operation} decides by its outputs, so they are needed whole")
+
+
+def _explained(region: DraftRegion, flow: Flow) -> str:
+    """Why a region was not accepted, with what decides by a weight that feeds it where something does."""
+    for name in sorted({name for consumer in region.consumers for name in consumer.whole}):
+        if name in flow.decided:
+            return f"{region.reason}; torch.{flow.decided[name]} decides by {name}"
+    return region.reason
 
 
 def _units(region: DraftRegion, tp: int) -> list[int]:

@@ -66,6 +66,7 @@ class Recording:
     passes: list[Pass] = field(default_factory=list)
     arguments: dict[tuple[str, str, int], torch.Tensor] = field(default_factory=dict)
     operations: frozenset[tuple[str, int]] = frozenset()  # names of what was done, and how often
+    taken: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # operations that decide, by what
     draws: frozenset[str] = frozenset()  # random operations of the model's own code
     num_broadcasts: int = 0  # products of real tensors of which one is repeated along a batch dimension
     num_stubs: int = 0  # parameters without values at the time

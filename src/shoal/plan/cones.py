@@ -79,6 +79,9 @@ class Flow:
 
     consumers: list[Consumer] = field(default_factory=list)
     mixed: set[str] = field(default_factory=set)  # producers that something needs whole
+    decided: dict[str, str] = field(
+        default_factory=dict
+    )  # some of those -> the operation that decides by them
     num_products: int = 0
 
 
@@ -123,6 +126,11 @@ def measure(recording: Recording) -> Flow:
         call = recording.calls[position]
         for x in (call.consumed,) if call.is_product else call.inputs:
             _look_at(flow, generator, call, x, recording.calls[:position], candidates)
+    for name, source in recording.taken:
+        if source.requires_grad:
+            reached = _reached(flow, source, _random_like(source, generator), recording.calls)
+            flow.decided |= dict.fromkeys(reached.keys() - flow.decided.keys(), name)
+    flow.mixed |= flow.decided.keys()
     for output in (tensor for run in recording.passes for tensor in run.outputs):
         if output.requires_grad:
             flow.mixed |= _reached(flow, output, _random_like(output, generator), recording.calls).keys()

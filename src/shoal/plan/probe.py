@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import PlanError
 from shoal.plan.calls import Call, Recording
+from shoal.plan.decisions import Decisions
 from shoal.plan.drive import Batch, Pass, decode_pass, prefill_pass, restored
 from shoal.plan.features import Features
 from shoal.plan.intercept import Interceptor
@@ -118,7 +119,8 @@ def _record(
     handles = list(_watch_arguments(model, recording)) if watch_arguments else []
     recorder = _Recorder(owners, recording)
     try:
-        with restored(model), _gradients(is_measured), own_random(), recorder:
+        decisions = Decisions() if is_measured else nullcontext()
+        with restored(model), _gradients(is_measured), own_random(), recorder, decisions:
             recording.passes.append(prefill_pass(model, batch))
             if recording.passes[0].carried:
                 recorder.step = 1
@@ -126,6 +128,7 @@ def _record(
             recording.num_broadcasts = recorder.num_broadcasts
             recording.operations = frozenset(recorder.operations.items())
             recording.draws = frozenset(recorder.draws)
+            recording.taken = decisions.taken if isinstance(decisions, Decisions) else []
         for name in sorted({*owners.entangled, *_tables_with_values(model)}):
             # What else is done with them is not known.
             recording.calls.append(Call(name, "raw", (), torch.zeros(1, requires_grad=True), -1, 0))

@@ -23,7 +23,7 @@ MAX_RANK_SHARE = 0.62
 
 EXCEPTIONS = {
     "deberta:talking heads": "different numbers of components",  # a linear over the heads mixes them
-    "reformer": "randn",  # hashing draws random rotations for all heads at once
+    "reformer": "decides by",  # hashing detaches, rotates by numbers drawn for all heads at once, and sorts
 }
 """Family -> what its plan's reason must say of weights inside its layers."""
 

@@ -70,7 +70,9 @@ class Halves(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(torch.relu(self.up(x)).detach())
+        with torch.no_grad():
+            h = torch.relu(self.up(x))
+        y: torch.Tensor = self.down(h)
         return y
 
 
