@@ -34,6 +34,7 @@ class EngineConfig(BaseModel):
     device: str = "auto"  # auto, cpu, cuda, mps, xpu (an index may follow: cuda:1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attn_implementation: str | None = None  # None: the best for the device
+    quantization: Literal["int8", "int4"] | None = None  # of packed weights on a CPU; None: as the dtype says
     cpu_kernels: Literal["auto", "off"] = "auto"  # off: a CPU computes with torch alone
     comm: Literal["auto", "shm", "gloo"] = "auto"  # between CPU ranks: shared memory where they can
     num_threads: int | None = Field(default=None, ge=1)  # CPU threads per rank; None: cores / ranks
@@ -51,6 +52,11 @@ class EngineConfig(BaseModel):
     seed: int = 0
     step_timeout: float = Field(default=300.0, gt=0)  # seconds a step may take before a rank counts as hung
     load_timeout: float = Field(default=1800.0, gt=0)  # seconds for a rank to load
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _no_quantization(cls, quantization: Any) -> Any:
+        return None if quantization == "none" else quantization
 
     @field_validator("policy", mode="before")
     @classmethod

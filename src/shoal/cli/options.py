@@ -68,6 +68,12 @@ _ENGINE_ONLY = (
     _engine("executor", "What carries the ranks.", panel=_COMPUTE),
     _engine("dtype", "What is computed in; auto takes what is fast on the device.", panel=_COMPUTE),
     _engine(
+        "quantization",
+        "Weights of fused layers in so many bits, on CPUs.",
+        default="none",
+        panel=_COMPUTE,
+    ),
+    _engine(
         "cpu_kernels",
         "Our CPU kernels in the place of torch's: auto where they prove equal, off.",
         panel=_COMPUTE,

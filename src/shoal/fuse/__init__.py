@@ -1,1 +1,3 @@
-"""Layers recognised by what they compute, proved, and run as a few kernel calls. Importing it imports no numba."""
+"""Layers recognised by what they compute, proved, and run as a few kernel calls. Import its files, not the
+package; of those that compute, importing imports numba.
+"""

@@ -1,8 +1,8 @@
 """The words of many operations in one array, with what changes from step to step settable at once. Knows no
 operation.
 
-A word is an int, or a :class:`Slot`: a place that gets a value later, plus an offset. All slots of one key are
-set together, by one assignment, however many operations have them.
+A word is an int, or a :class:`Slot`: a place that gets a value later, plus an offset. All slots of one key
+are set together, by one assignment, however many operations have them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Arena:
         if found is not None:
             self._memory[found[0]] = found[1] + value
 
-    def keys(self) -> list[Hashable]:
-        """All keys, in the order of their first words."""
+    @property
+    def slots(self) -> list[Hashable]:
+        """The slots' keys, in the order of their first words."""
         return list(self._places)

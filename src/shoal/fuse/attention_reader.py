@@ -1,11 +1,12 @@
-"""Recognises how queries, keys and values come from a layer's linears: which features, normed how, rotated how.
-Knows nothing of the rest of the layer.
+"""Recognises how queries, keys and values come from a layer's linears: which features, normed how, rotated
+how. Knows nothing of the rest of the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -51,9 +52,10 @@ def look_at_attention(
         UnrecognisedError: something is not explained.
     """
     plain = run.attention[0]
-    linears = [noted for noted in run.noted if is_linear(noted.module)]
+    before = run.noted[: plain.num_before]
+    linears = [noted for noted in before if is_linear(noted.module)]
     found = {
-        name: _features(run, linears, rows_of(getattr(plain, name), len(run.x)), name)
+        name: _features(before, linears, rows_of(getattr(plain, name), len(run.x)), name)
         for name in ("query", "key", "value")
     }
     if found["value"].norm is not None:
@@ -73,25 +75,28 @@ def look_at_attention(
     return AttentionLook(attend, pieces, sources[0], frozenset(modules))
 
 
-def _features(run: LayerRun, linears: Sequence[Noted], target: torch.Tensor, what: str) -> _Features:
+def _features(
+    before: Sequence[Noted], linears: Sequence[Noted], target: torch.Tensor, what: str
+) -> _Features:
     """Of which linears' features ``target`` [T, N] consists, by way of a norm or not."""
-    pieces = _pieces(target, linears, len(run.x))
+    tokens = len(target)
+    pieces = _pieces(target, linears, tokens)
     if pieces is not None:
         return _Features(pieces, None)
-    for noted, look in _norms(run):
-        out = rows_of(noted.out, len(run.x))
-        if is_close(out, target):
-            pieces = _pieces(rows_of(noted.source, len(run.x)), linears, len(run.x))
+    for noted, look in _norms(before):
+        if noted.out.numel() == target.numel() and is_close(rows_of(noted.out, tokens), target):
+            pieces = _pieces(rows_of(noted.source, tokens), linears, tokens)
             if pieces is not None:
                 return _Features(pieces, HeadNorm(
-                    noted.name, look.width, look.is_centred, look.adds_one, look.has_weight, look.has_bias, look.eps
+                    noted.name, look.width, look.is_centred, look.adds_one, look.has_weight, look.has_bias,
+                    look.eps,
                 ))  # fmt: skip
     raise UnrecognisedError(f"where its {what} comes from is not seen")
 
 
-def _norms(run: LayerRun) -> Iterator[tuple[Noted, NormLook]]:
-    for noted in run.noted:
-        if not is_linear(noted.module):
+def _norms(before: Sequence[Noted]) -> Iterator[tuple[Noted, NormLook]]:
+    for noted in before:
+        if noted.is_leaf and not is_linear(noted.module):
             look = find_norm(noted.module, noted.source, noted.out)
             if look is not None:
                 yield noted, look
@@ -107,7 +112,7 @@ def _pieces(target: torch.Tensor, linears: Sequence[Noted], tokens: int) -> tupl
     edges = [0, *((origin[1:] != origin[:-1]).nonzero().flatten() + 1).tolist(), len(origin)]
     return tuple(
         Piece(linears[int(origin[start])].name, rows[start:stop].clone(), factors[start:stop].clone())
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in pairwise(edges)
     )
 
 
@@ -126,27 +131,28 @@ def _rotary(plain: AttentionCall, rotated: AttentionCall, call: LayerCall) -> Ro
         return None
     if not call.tables:
         raise UnrecognisedError("it makes its rotary tables itself")
-    cos, sin = (table[0].float() for table in call.kwargs[call.tables])
-    for rotary in _possible(cos, plain.query.shape[2]):
+    first, second = (table[0].float() for table in call.kwargs[call.tables])
+    cos, sin = (second, first) if call.is_sine_first else (first, second)
+    for rotary in _possible(cos, plain.query.shape[2], call.is_sine_first):
         pairs = [(plain.query, rotated.query), (plain.key, rotated.key)]
         if all(is_close(_turned(before, cos, sin, rotary), after) for before, after in pairs):
             return rotary
     raise UnrecognisedError("its rotation of queries and keys is of no known kind")
 
 
-def _possible(cos: torch.Tensor, width: int) -> Iterator[Rotary]:
+def _possible(cos: torch.Tensor, width: int, is_sine_first: bool) -> Iterator[Rotary]:
     """Rotations that a table of that width may mean: an angle a pair, or each angle twice."""
     size = cos.shape[-1]
     half = size // 2
     if size <= width and size % 2 == 0:
         if torch.equal(cos[:, :half], cos[:, half:]):
-            yield Rotary(size, False, 1)
-            yield Rotary(size, True, 1)
+            yield Rotary(size, False, 1, is_sine_first)
+            yield Rotary(size, True, 1, is_sine_first)
         if torch.equal(cos[:, 0::2], cos[:, 1::2]):
-            yield Rotary(size, True, 2)
+            yield Rotary(size, True, 2, is_sine_first)
     if 2 * size <= width:
-        yield Rotary(2 * size, False, 1)
-        yield Rotary(2 * size, True, 1)
+        yield Rotary(2 * size, False, 1, is_sine_first)
+        yield Rotary(2 * size, True, 1, is_sine_first)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A recipe made into operations: which job, which words, in which order. Knows no tensor of a step.
 
-Values live in buffers named by (layer-independent) keys; what a step brings is a slot of its own. A linear whose
-result is only added to others writes onto what is there: the residual starts its sum. Over several ranks one of
-them brings the residual, and one sum over ranks serves all linears of a sum.
+Values live in buffers named by (layer-independent) keys; what a step brings is a slot of its own. A linear
+whose result is only added to others writes onto what is there: the residual starts its sum. Over several
+ranks one of them brings the residual, and one sum over ranks serves all linears of a sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ from shoal.cpu_kernels.mlp import gated_job
 from shoal.cpu_kernels.norm import norm_job
 from shoal.cpu_kernels.rotary import rotary_job
 from shoal.fuse.arena import Slot, Word
-from shoal.fuse.recipe import INPUT, Attend, Combine, Gate, HeadNorm, LayerRecipe, Norm, Project
+from shoal.fuse.recipe import (
+    INPUT,
+    Attend,
+    Combine,
+    Foreign,
+    Gate,
+    HeadNorm,
+    LayerRecipe,
+    Norm,
+    Project,
+    Step,
+    reads,
+)
 from shoal.fuse.weights import Packer, norm_tensors
 from shoal.jit.team import Job
 
@@ -35,11 +47,13 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One operation; with no job it is a sum over ranks of a value."""
+    """One operation: a job; or, with none, a sum over ranks of a value, or a call of a module."""
 
     job: Job | None
-    words: Sequence[Word]
-    summed: str = ""  # the value, where there is no job
+    words: Sequence[Word] = ()
+    value: str = ""  # what is summed, or made by the module
+    called: nn.Module | None = None
+    source: str = ""  # what the module is given
     holds: tuple[object, ...] = ()
     is_attention: bool = False  # its words are a call of attention, filled in by whoever knows the pages
 
@@ -83,9 +97,7 @@ class _Builder:
     packer: Packer
     is_first_rank: bool
     draft: LayerDraft
-    onto: dict[str, Combine] = field(
-        default_factory=dict
-    )  # linear's value -> the sum that it is written onto
+    onto: dict[str, Combine] = field(default_factory=dict)  # a linear's value -> the sum it is written onto
     begun: set[str] = field(default_factory=set)  # sums that have something written already
 
     def __post_init__(self) -> None:
@@ -97,20 +109,18 @@ class _Builder:
         """Linears whose results are used in this sum alone, and can be written onto the rest of it."""
         steps = list(self.recipe.steps)
         position = {step.out: index for index, step in enumerate(steps)}
-        readers = [name for step in steps for name in _reads(step)]
+        readers = [name for step in steps for name in reads(step)]
         found: list[Project] = []
         for name, factor in combine.terms:
             step = steps[position[name]] if name in position else None
             if isinstance(step, Project) and factor == 1.0 and readers.count(name) == 1:
                 found.append(step)
-        found.sort(key=lambda step: position[step.out])
-        rest = [name for name, _ in combine.terms if name not in {step.out for step in found}]
-        is_ready = (
-            all(name == INPUT or position[name] < position[found[0].out] for name in rest) if found else False
-        )
-        return (
-            [step.out for step in found] if is_ready and len({step.is_summed for step in found}) == 1 else []
-        )
+        if len({step.is_summed for step in found}) != 1:
+            return []
+        names = sorted((step.out for step in found), key=lambda name: position[name])
+        rest = [name for name, _ in combine.terms if name not in names]
+        is_ready = all(name == INPUT or position[name] < position[names[0]] for name in rest)
+        return names if is_ready else []
 
     # -------------------------------------------------------------- words
 
@@ -122,14 +132,19 @@ class _Builder:
         self.draft.operations.append(Draft(job, (Slot(ROWS), *words), holds=holds))
 
     def sum_over_ranks(self, name: str) -> None:
-        self.draft.operations.append(Draft(None, (), summed=name))
+        self.draft.operations.append(Draft(None, value=name))
 
     # -------------------------------------------------------------- steps
 
-    def add(self, step: object) -> None:
-        adders: dict[type, Callable[[object], None]] = {
-            Norm: self.norm, Project: self.project, Gate: self.gate, Attend: self.attend, Combine: self.combine,
-        }  # type: ignore[dict-item]  # fmt: skip
+    def add(self, step: Step) -> None:
+        adders: dict[type, Callable[..., None]] = {
+            Norm: self.norm,
+            Project: self.project,
+            Gate: self.gate,
+            Attend: self.attend,
+            Combine: self.combine,
+            Foreign: self.foreign,
+        }
         adders[type(step)](step)
 
     def norm(self, step: Norm) -> None:
@@ -144,15 +159,16 @@ class _Builder:
     def project(self, step: Project) -> None:
         packed = self.packer.project(step)
         combine = self.onto.get(step.out)
-        target, residual = step.out, (0, 0)
+        target = step.out
+        residual: tuple[Word, Word] = 0, 0
         if combine is not None:
             target = combine.out
             self.draft.widths[target] = packed.columns
             residual = self.begin(combine, step)
         self.draft.widths[target] = packed.columns
         self.emit(
-            linear_job, packed.address, *self.rows(step.source), activation_number(step.activation), *residual,
-            *self.rows(target), holds=(packed,),
+            linear_job, packed.address, *self.rows(step.source), activation_number(step.activation),
+            *residual, *self.rows(target), holds=(packed,),
         )  # fmt: skip
         is_last = combine is None or step.out == self.absorbed(combine)[-1]
         if step.is_summed and is_last:
@@ -180,6 +196,11 @@ class _Builder:
             *self.rows(step.out), holds=(packed,),
         )  # fmt: skip
 
+    def foreign(self, step: Foreign) -> None:
+        self.draft.widths[step.out] = self.draft.widths[step.source]
+        module = self.layer.get_submodule(step.module)
+        self.draft.operations.append(Draft(None, value=step.out, called=module, source=step.source))
+
     def combine(self, step: Combine) -> None:
         if step.out not in self.begun:
             self.draft.widths[step.out] = self.draft.widths[step.terms[0][0]]
@@ -202,12 +223,12 @@ class _Builder:
         tables: tuple[Word, ...] = (0, 0, 0, 0, 0, 0)
         if rotary is not None:
             tables = (
-                Slot(("cos", number)), Slot(("sin", number)), Slot(("table_bytes", number)), rotary.table_step,
-                rotary.width, int(rotary.is_interleaved),
+                Slot(("cos", number)), Slot(("sin", number)), Slot(("table_bytes", number)),
+                rotary.table_step, rotary.width, int(rotary.is_interleaved),
             )  # fmt: skip
         self.emit(
-            rotary_job, *self.rows(step.source), step.query_heads, *self.rows(step.source, queries), step.heads,
-            *self.rows(step.source, queries + keys), step.key_width, step.value_width, *tables,
+            rotary_job, *self.rows(step.source), step.query_heads, *self.rows(step.source, queries),
+            step.heads, *self.rows(step.source, queries + keys), step.key_width, step.value_width, *tables,
             Slot(SLOTS), Slot(("keys", number)), Slot(("values", number)), Slot("is_bfloat16"),
         )  # fmt: skip
         call: list[Word] = [0] * at.CALL_LENGTH
@@ -224,14 +245,6 @@ class _Builder:
             head_norm_job, *self.rows(source, column), features // norm.width, norm.width, _address(weight),
             _address(bias), int(norm.is_centred), float_bits(norm.eps), holds=(weight, bias),
         )  # fmt: skip
-
-
-def _reads(step: object) -> list[str]:
-    """Values that a step reads."""
-    if isinstance(step, Combine):
-        return [name for name, _ in step.terms]
-    source: str = step.source  # type: ignore[attr-defined]
-    return [source]
 
 
 def _address(tensor: torch.Tensor | None) -> int:

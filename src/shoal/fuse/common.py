@@ -1,11 +1,16 @@
-"""What the readers of layers have in common. Knows no step."""
+"""What those who recognise and replace have in common. Knows no step."""
 
 from __future__ import annotations
 
+import zlib
+
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["UnrecognisedError", "is_linear"]
+from shoal.comm.base import Comm
+
+__all__ = ["UnrecognisedError", "agree", "is_linear"]
 
 
 class UnrecognisedError(Exception):
@@ -15,3 +20,10 @@ class UnrecognisedError(Exception):
 def is_linear(module: nn.Module) -> bool:
     """Whether its output features are products with rows (Conv1D: columns) of its weight, plus its bias."""
     return isinstance(module, (nn.Linear, Conv1D))
+
+
+def agree(comm: Comm, word: str) -> bool:
+    """Whether all ranks say the same, and not nothing. Every rank asks, whatever it found."""
+    mine = torch.tensor([zlib.crc32(word.encode()) if word else -1])
+    everyone = comm.all_gather(mine, [1] * comm.size, 0)
+    return bool(word) and bool((everyone == everyone[0]).all())

@@ -1,7 +1,7 @@
 """The head over a packed weight, and the embedding that shares it read back from there. Knows no layer.
 
-The unpacked weight goes if nobody else reads it: a tied embedding is served from the packed one if all it does is
-look rows up, times a factor.
+The unpacked weight goes if nobody else reads it: a tied embedding is served from the packed one if all it
+does is look rows up, times a factor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from shoal.comm.base import Comm
 from shoal.cpu_kernels.embed import embed
 from shoal.cpu_kernels.layout import pack, unpack
 from shoal.cpu_kernels.linear import PackedLinear
+from shoal.fuse.common import agree
 from shoal.fuse.match import is_close
 from shoal.jit.team import Team
-from shoal.shard.layers import GatheredLinear, VocabEmbedding
+from shoal.shard.layers import GatheredLinear, RowLinear, VocabEmbedding
 
 __all__ = ["FusedHead", "fuse_head"]
 
@@ -35,7 +36,7 @@ class FusedHead:
     shares_embedding: bool = False
     _packed: PackedLinear | None = None
     _modules: list[nn.Module] = field(default_factory=list)
-    _weight: nn.Parameter | None = None
+    _weight: torch.Tensor | None = None
     _dtype: torch.dtype = torch.float32
 
     def restore(self) -> None:
@@ -52,14 +53,18 @@ class FusedHead:
 def fuse_head(model: PreTrainedModel, team: Team, comm: Comm, storage: str) -> FusedHead:
     """Replace the head; all ranks call together, and their heads are of one kind."""
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head._forward_hooks or head._forward_pre_hooks:
+    is_plain = isinstance(head, nn.Linear) and not isinstance(head, RowLinear)
+    if not is_plain or head._forward_hooks or head._forward_pre_hooks:
         return FusedHead(problem="no plain linear is its head")
     weight = head.weight
     packed = PackedLinear(pack(weight, head.bias, storage), team)
     x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    if storage in ("float32", "bfloat16") and not is_close(packed(x), nn.functional.linear(
-        x, weight.float(), None if head.bias is None else head.bias.float()
-    )):  # fmt: skip
+    bias = None if head.bias is None else head.bias.float()
+    # Weights in fewer bits are other weights: there is nothing to hold them to.
+    is_right = storage in ("int8", "int4") or is_close(
+        packed(x), nn.functional.linear(x, weight.float(), bias)
+    )
+    if not agree(comm, "right" if is_right else ""):
         return FusedHead(problem="its packed head gives other numbers")
     fused = FusedHead(packed.weight.num_bytes, _packed=packed, _dtype=weight.dtype)
     embedding = model.get_input_embeddings()
@@ -69,10 +74,12 @@ def fuse_head(model: PreTrainedModel, team: Team, comm: Comm, storage: str) -> F
         embedding.forward = _embedding_forward(embedding, packed, team, comm, factor, weight.dtype)
         fused._modules.append(embedding)
         fused.shares_embedding = True
-    head.forward = _head_forward(head, packed, comm)  # type: ignore[method-assign]
+    head.forward = _head_forward(head, packed, comm)
     fused._modules.append(head)
-    readers = [module for module in model.modules() if any(p is weight for p in module.parameters(recurse=False))]
-    if set(readers) <= set(fused._modules):
+    readers = {
+        module for module in model.modules() if any(p is weight for p in module.parameters(recurse=False))
+    }
+    if readers <= set(fused._modules):
         fused._weight = weight
         weight.data = weight.new_empty(0)
     return fused

@@ -1,5 +1,5 @@
-"""Finds out by numbers how a tensor came from others: which features, which sum, which norm, which activation.
-Knows no layer.
+"""Finds out by numbers how a tensor came from others: which features, which sum, which norm, which
+activation. Knows no layer.
 
 Everything here compares float32 results of random input, so that what agrees does so for no other reason.
 """
@@ -126,7 +126,8 @@ def find_norm(module: nn.Module, source: torch.Tensor, out: torch.Tensor) -> Nor
         return None
     x, want = source.reshape(-1, width).double(), out.reshape(-1, width).double()
     weight, bias = (
-        p.double() if (p := parameters.get(name)) is not None else None for name in ("weight", "bias")
+        p.detach().double() if (p := parameters.get(name)) is not None else None
+        for name in ("weight", "bias")
     )
     best: tuple[float, NormLook | None] = (_CLOSE, None)
     for is_centred, adds_one, eps in itertools.product((False, True), (False, True), _eps_of(module)):

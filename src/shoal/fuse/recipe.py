@@ -1,8 +1,9 @@
 """What a layer computes, as data: a list of steps over named rows of numbers. Knows no kernel and no module
 class; weights are named, not held.
 
-Values are named by strings; ``x`` is the layer's input. Every step reads values that earlier steps made. Shape
-letters: T tokens, W the layer's width, Hq query heads, H KV heads, E and Ev widths of a key and a value head.
+Values are named by strings; ``x`` is the layer's input. Every step reads values that earlier steps made.
+Shape letters: T tokens, W the layer's width, Hq query heads, H KV heads, E and Ev widths of a key and a value
+head.
 """
 
 from __future__ import annotations
@@ -14,8 +15,21 @@ import torch
 from shoal.attention.base import Variant
 
 __all__ = [
-    "INPUT", "Attend", "Combine", "Gate", "HeadNorm", "LayerRecipe", "Norm", "Piece", "Project", "Rotary", "Step",
-]  # fmt: skip
+    "INPUT",
+    "Attend",
+    "Combine",
+    "Foreign",
+    "Gate",
+    "HeadNorm",
+    "LayerRecipe",
+    "Norm",
+    "Piece",
+    "Project",
+    "Rotary",
+    "Step",
+    "modules",
+    "reads",
+]
 
 INPUT = "x"
 
@@ -67,13 +81,13 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """``out`` [T, N] = activation(``source`` W^T + b), pieces one after the other; summed over ranks if so."""
+    """``out`` [T, N] = activation(``source`` W^T + b), pieces one after the other."""
 
     out: str
     source: str
     pieces: tuple[Piece, ...]
     activation: str = "linear"
-    is_summed: bool = False
+    is_summed: bool = False  # over ranks: each has some of the inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +108,7 @@ class Rotary:
     width: int
     is_interleaved: bool
     table_step: int  # pair i's angle is at i * table_step of the table
+    is_sine_first: bool = False  # of the two tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +137,33 @@ class Combine:
     terms: tuple[tuple[str, float], ...]
 
 
-Step = Norm | Project | Gate | Attend | Combine
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """``out`` [T, W] = what a module of the layer makes of ``source`` [T, W] alone, by its own code.
+
+    It computes each token for itself; over ranks it sums for itself, and all ranks call it alike.
+    """
+
+    out: str
+    source: str
+    module: str
+
+
+Step = Norm | Project | Gate | Attend | Combine | Foreign
+
+
+def reads(step: Step) -> list[str]:
+    """Values that a step reads."""
+    return [name for name, _ in step.terms] if isinstance(step, Combine) else [step.source]
+
+
+def modules(step: Step) -> list[str]:
+    """Paths of the modules that a step stands for, but for the norms of heads."""
+    if isinstance(step, Project):
+        return [piece.module for piece in step.pieces]
+    if isinstance(step, Gate):
+        return [step.gate.module, step.up.module]
+    return [step.module] if isinstance(step, (Norm, Foreign, Attend)) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +173,21 @@ class LayerRecipe:
     steps: tuple[Step, ...]
     output: str
     is_tuple: bool  # the layer returns its output first in a tuple
-    tables: str  # the argument that holds (cos, sin), [1, T, width]; empty: none
+    tables: str  # the argument that holds cosines and sines, [1, T, width]; empty: none
 
     @property
     def linears(self) -> list[str]:
         """Paths of the linear modules that the steps stand for."""
-        found: dict[str, None] = {}
-        for step in self.steps:
-            if isinstance(step, Project):
-                found |= dict.fromkeys(piece.module for piece in step.pieces)
-            elif isinstance(step, Gate):
-                found |= dict.fromkeys((step.gate.module, step.up.module))
-        return list(found)
+        steps = (step for step in self.steps if isinstance(step, (Project, Gate)))
+        return list(dict.fromkeys(path for step in steps for path in modules(step)))
+
+    @property
+    def foreign(self) -> list[str]:
+        """Paths of the modules that go on computing for themselves."""
+        return [step.module for step in self.steps if isinstance(step, Foreign)]
+
+    @property
+    def outline(self) -> str:
+        """Which steps there are and which values they make: what all ranks have in common."""
+        steps = (f"{type(step).__name__} {step.out} {getattr(step, 'is_summed', '')}" for step in self.steps)
+        return f"{'; '.join(steps)}: {self.output} {self.tables}"

@@ -1,10 +1,12 @@
-"""Recognises what a layer computes from one run of it, by numbers: norms, projections, rotary, attention, MLP,
-sums. Knows no model names and no kernels; what it says is a hypothesis until it is proved.
+"""Recognises what a layer computes from one run of it, by numbers: norms, projections, rotary, attention,
+MLP, sums. Knows no model names and no kernels; what it says is a hypothesis until it is proved.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import nn
@@ -12,11 +14,24 @@ from torch import nn
 from shoal.fuse.attention_reader import look_at_attention
 from shoal.fuse.common import UnrecognisedError, is_linear
 from shoal.fuse.match import find_activation, find_gate, find_norm, find_sum, is_close
-from shoal.fuse.recipe import INPUT, Combine, Gate, LayerRecipe, Norm, Piece, Project, Step
+from shoal.fuse.recipe import (
+    INPUT,
+    Attend,
+    Combine,
+    Foreign,
+    Gate,
+    LayerRecipe,
+    Norm,
+    Piece,
+    Project,
+    Step,
+    modules,
+    reads,
+)
 from shoal.fuse.record import AttentionCall, LayerCall, LayerRun, Noted, rows_of, run_layer
 from shoal.shard.layers import GatheredConv1D, GatheredLinear, RowConv1D, RowLinear
 
-__all__ = ["UnrecognisedError", "recognise"]
+__all__ = ["UnrecognisedError", "recognise", "refuse", "suppose"]
 
 
 def recognise(layer: nn.Module, call: LayerCall) -> LayerRecipe:
@@ -31,19 +46,49 @@ def recognise(layer: nn.Module, call: LayerCall) -> LayerRecipe:
         UnrecognisedError: no list of steps explains what it gave.
         Exception: whatever the layer's own code raises.
     """
-    _refuse_hooks(layer)
     plain, real = run_layer(layer, call.unrotated()), run_layer(layer, call)
     if len(plain.attention) != 1:
         raise UnrecognisedError(f"it calls attention {len(plain.attention)} times")
     return _Reader(plain, real.attention[0], call, layer).read()
 
 
-def _refuse_hooks(layer: nn.Module) -> None:
+def suppose(recipe: LayerRecipe, layer: nn.Module, call: LayerCall) -> LayerRecipe:
+    """What a layer computes if it is of a kind with one that is known, which is up to a proof.
+
+    Args: as for :func:`recognise`.
+
+    Raises:
+        UnrecognisedError: it cannot be.
+    """
+    run = run_layer(layer, call)
+    if len(run.attention) != 1:
+        raise UnrecognisedError(f"it calls attention {len(run.attention)} times")
+    refuse(layer, recipe)
+    variant = run.attention[0].variant  # a window is longer than what a proof is run on
+    steps = (replace(step, variant=variant) if isinstance(step, Attend) else step for step in recipe.steps)
+    return replace(recipe, steps=tuple(steps), tables=call.tables)
+
+
+def refuse(layer: nn.Module, recipe: LayerRecipe) -> None:
+    """See whether kernels may stand for a layer's modules.
+
+    Raises:
+        UnrecognisedError: a module has hooks (what they do to input and output is seen; what else they do
+            would be left out), or has to do with other ranks before what it gives is as wide as the layer.
+    """
+    kept = tuple(f"{name}." for name in recipe.foreign)
     for name, module in layer.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+        if has_hooks and not f"{name}.".startswith(kept):
             raise UnrecognisedError(f"{name or 'the layer'} has hooks")
-        if isinstance(module, (GatheredLinear, GatheredConv1D)):
-            raise UnrecognisedError(f"{name} gathers its outputs from all ranks")
+    for step in recipe.steps:
+        for name in modules(step) if isinstance(step, (Project, Gate)) else ():
+            module = layer.get_submodule(name)
+            if isinstance(module, (GatheredLinear, GatheredConv1D)):
+                raise UnrecognisedError(f"{name} gathers its outputs from all ranks")
+            is_summed = isinstance(step, Project) and step.is_summed
+            if isinstance(module, (RowLinear, RowConv1D)) != is_summed:
+                raise UnrecognisedError(f"{name} sums over ranks where it should not, or does not")
 
 
 @dataclass(slots=True)
@@ -56,10 +101,9 @@ class _Reader:
     layer: nn.Module
     steps: list[Step] = field(default_factory=list)
     known: dict[str, torch.Tensor] = field(default_factory=dict)  # values as wide as the layer
-    inner: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # results of linears that nothing explains yet
+    inner: dict[str, torch.Tensor] = field(default_factory=dict)  # of linears that nothing explains yet
     used: set[str] = field(default_factory=set)  # modules that a step stands for
+    numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def tokens(self) -> int:
@@ -74,15 +118,17 @@ class _Reader:
         for noted in self.run.noted:
             if noted.name in self.used:
                 continue
-            if is_linear(noted.module):
-                source = self.rows(noted.source)
-                if not has_attended and is_close(source, attended):
+            if not noted.is_leaf:
+                self.read_composite(noted)
+            elif is_linear(noted.module):
+                taken = self.rows(noted.source)
+                if not has_attended and is_close(taken, attended):
                     source = self.value(self.rows(look.source.source), look.source.name)
                     self.steps += Project("qkv", source, look.pieces), look.attend
                     has_attended = True
                     self.project(noted, "attended")
                 else:
-                    self.read_linear(noted, source)
+                    self.read_linear(noted, taken)
             else:
                 self.read_norm(noted)
         if not has_attended:
@@ -90,7 +136,10 @@ class _Reader:
         output = self.value(self.run.out, "its output")
         if self.inner:
             raise UnrecognisedError(f"{next(iter(self.inner))} feeds nothing that is known")
-        return LayerRecipe(tuple(self.steps), output, self.run.is_tuple, self.call.tables)
+        steps = tuple(_needed(self.steps, output))
+        recipe = LayerRecipe(steps, output, self.run.is_tuple, self.call.tables)
+        refuse(self.layer, recipe)
+        return recipe
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
@@ -105,7 +154,7 @@ class _Reader:
             raise UnrecognisedError(f"{what} is no sum of what is known: {', '.join(self.known)}")
         if len(terms) == 1 and terms[0][1] == 1.0:
             return terms[0][0]
-        name = f"sum{len(self.steps)}"
+        name = f"sum{next(self.numbers)}"
         self.steps.append(Combine(name, terms))
         self.known[name] = target
         return name
@@ -124,6 +173,24 @@ class _Reader:
                  look.has_bias, look.eps)
         )  # fmt: skip
         self.known[noted.name] = self.rows(noted.out)
+
+    def read_composite(self, noted: Noted) -> None:
+        """A part of the layer that makes something new of a known value alone: it goes on doing so."""
+        inside = f"{noted.name}."
+        if not noted.is_alone or f"{self.run.attention[0].module}.".startswith(inside):
+            return
+        if noted.source.shape[-1] != self.run.x.shape[1] or noted.out.numel() != self.run.x.numel():
+            return
+        source, out = self.rows(noted.source), self.rows(noted.out)
+        kept = _outside(self.steps, inside)
+        names = {INPUT, *(step.out for step in kept)}
+        outer = {name: value for name, value in self.known.items() if name in names}
+        if find_sum(source, outer) is None or find_sum(out, self.known) is not None:
+            return
+        self.steps[:], self.known = kept, outer
+        self.inner = {name: value for name, value in self.inner.items() if not name.startswith(inside)}
+        self.steps.append(Foreign(noted.name, self.value(source, noted.name), noted.name))
+        self.known[noted.name] = out
 
     def read_linear(self, noted: Noted, source: torch.Tensor) -> None:
         """One that leads out of an MLP, or into one."""
@@ -145,7 +212,7 @@ class _Reader:
 
     def explain_hidden(self, target: torch.Tensor) -> str | None:
         """The step whose value is what a linear takes, if it is an MLP's inner one."""
-        name = f"hidden{len(self.steps)}"
+        name = f"hidden{next(self.numbers)}"
         by_name = {noted.name: noted for noted in self.run.noted}
         for first, gate in self.inner.items():
             activation = find_activation(gate, target)
@@ -162,7 +229,7 @@ class _Reader:
     def explain_gate(
         self, name: str, by_name: dict[str, Noted], first: str, gate: torch.Tensor, target: torch.Tensor
     ) -> bool:
-        """Whether ``target`` is a gated product of one linear's result with another's, or of its own halves."""
+        """Whether ``target`` is a gated product of a linear's result with another's, or of its own halves."""
         width = target.shape[1]
         for second, up in self.inner.items():
             activation = find_gate(gate, up, target) if second != first else None
@@ -189,6 +256,29 @@ class _Reader:
                     del self.inner[first]
                     return True
         return False
+
+
+def _outside(steps: Sequence[Step], inside: str) -> list[Step]:
+    """Steps that neither stand for modules inside a part of the layer nor read what such steps make."""
+    kept: list[Step] = []
+    gone: set[str] = set()
+    for step in steps:
+        if any(f"{name}.".startswith(inside) for name in modules(step)) or gone.intersection(reads(step)):
+            gone.add(step.out)
+        else:
+            kept.append(step)
+    return kept
+
+
+def _needed(steps: Sequence[Step], output: str) -> list[Step]:
+    """Steps that the output depends on, and attention, which keeps keys and values."""
+    wanted = {output}
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if step.out in wanted or isinstance(step, Attend):
+            wanted.update(reads(step))
+            kept.append(step)
+    return kept[::-1]
 
 
 def whole(noted: Noted) -> Piece:

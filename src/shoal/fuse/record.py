@@ -44,12 +44,18 @@ class LayerCall:
         """The argument that holds a pair of rotary tables [1, T, width]; empty: none does."""
         return next((name for name, value in self.kwargs.items() if _is_pair(value)), "")
 
+    @property
+    def is_sine_first(self) -> bool:
+        """Whether the first table is the sines: those of position 0, where a call begins, are 0."""
+        return bool(self.tables) and not bool(self.kwargs[self.tables][0][:, 0].any())
+
     def unrotated(self) -> LayerCall:
         """The same call with every token at position 0, where nothing is rotated."""
         kwargs = dict(self.kwargs)
         if self.tables:
-            cos, sin = kwargs[self.tables]
-            kwargs[self.tables] = torch.ones_like(cos), torch.zeros_like(sin)
+            first, second = kwargs[self.tables]
+            numbers = (0.0, 1.0) if self.is_sine_first else (1.0, 0.0)
+            kwargs[self.tables] = torch.full_like(first, numbers[0]), torch.full_like(second, numbers[1])
         for name, value in self.kwargs.items():
             if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
                 kwargs[name] = torch.zeros_like(value)
@@ -64,12 +70,18 @@ def _is_pair(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One call of a module without children."""
+    """One call of a module."""
 
     name: str
     module: nn.Module
     source: torch.Tensor  # as given
     out: torch.Tensor
+    is_alone: bool = True  # it was given nothing else
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the module has no children."""
+        return next(self.module.children(), None) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,7 @@ class AttentionCall:
     out: torch.Tensor  # [T, Hq, Ev]
     variant: Variant
     sinks: torch.Tensor | None
+    num_before: int  # modules that had returned by then
 
 
 @dataclass(slots=True)
@@ -92,15 +105,17 @@ class LayerRun:
     x: torch.Tensor  # [T, W]
     out: torch.Tensor  # [T, W]
     is_tuple: bool
-    noted: list[Noted] = field(default_factory=list)  # in the order of their calls
+    noted: list[Noted] = field(default_factory=list)  # in the order of their returns
     attention: list[AttentionCall] = field(default_factory=list)
 
 
 class _Recorder:
     """In the place of an :class:`shoal.attention.hook.AttentionContext`: plain causal attention, noted."""
 
-    def __init__(self, names: Mapping[nn.Module, str], run: list[AttentionCall]) -> None:
-        self._names, self._run = names, run
+    def __init__(
+        self, names: Mapping[nn.Module, str], noted: list[Noted], calls: list[AttentionCall]
+    ) -> None:
+        self._names, self._noted, self._calls = names, noted, calls
 
     def attend(
         self,
@@ -114,7 +129,8 @@ class _Recorder:
         """See :meth:`shoal.attention.hook.AttentionContext.attend`."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = causal(q, k, v, variant, sinks)
-        self._run.append(AttentionCall(self._names[module], q, k, v, out, variant, sinks))
+        name, before = self._names[module], len(self._noted)
+        self._calls.append(AttentionCall(name, q, k, v, out, variant, sinks, before))
         return out[None]
 
 
@@ -128,7 +144,7 @@ def run_layer(layer: nn.Module, call: LayerCall) -> LayerRun:
     noted: list[Noted] = []
     attention: list[AttentionCall] = []
     names = {module: name for name, module in layer.named_modules()}
-    with lent(layer, _Recorder(names, attention)), _watching(layer, noted):
+    with lent(layer, _Recorder(names, noted, attention)), _watching(layer, noted):
         result = layer(*call.args, **call.kwargs)
     is_tuple = isinstance(result, tuple)
     hidden = result[0] if is_tuple else result
@@ -140,8 +156,8 @@ def run_layer(layer: nn.Module, call: LayerCall) -> LayerRun:
 def _watching(layer: nn.Module, noted: list[Noted]) -> Iterator[None]:
     handles = []
     for name, module in layer.named_modules():
-        if next(module.children(), None) is None:
-            handles.append(module.register_forward_hook(_note(name, noted)))
+        if module is not layer:
+            handles.append(module.register_forward_hook(_note(name, noted), with_kwargs=True))
     try:
         yield
     finally:
@@ -150,10 +166,12 @@ def _watching(layer: nn.Module, noted: list[Noted]) -> Iterator[None]:
 
 
 def _note(name: str, noted: list[Noted]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        made = out[0] if isinstance(out, tuple) and out else out
+        if given and isinstance(given[0], torch.Tensor) and isinstance(made, torch.Tensor):
             # Some code adds to what it was given in place; what was seen is kept as it was.
-            noted.append(Noted(name, module, args[0].clone(), out.clone()))
+            noted.append(Noted(name, module, given[0].clone(), made.clone(), len(given) == 1 and bool(args)))
 
     return hook
 

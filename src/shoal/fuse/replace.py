@@ -1,18 +1,17 @@
 """Finds a model's layers, and puts fused ones in their place where they prove equal. Knows no layer's parts.
 
-A layer's module stays, with its norms and small parameters; its ``forward`` becomes ours and its big weights go.
-Layers whose input is the output of the one before run as one stack: the first ones only note what they are called
-with and hand their input on, the last one runs them all.
+A layer's module stays, with its norms and small parameters; its ``forward`` becomes ours and its big weights
+go. Layers whose input is the output of the one before run as one stack: the first ones only note what they
+are called with and hand their input on, the last one runs them all.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,20 +23,23 @@ from shoal.attention.hook import AttentionContext
 from shoal.comm.base import Comm
 from shoal.errors import EngineError
 from shoal.fuse.build import LayerDraft, draft_layer
-from shoal.fuse.common import UnrecognisedError
-from shoal.fuse.prove import difference
+from shoal.fuse.common import UnrecognisedError, agree
+from shoal.fuse.prove import difference, proof_inputs
 from shoal.fuse.recipe import LayerRecipe
-from shoal.fuse.recognise import recognise
+from shoal.fuse.recognise import recognise, suppose
 from shoal.fuse.record import LayerCall
 from shoal.fuse.stack import Buffers, Stack, Tables
 from shoal.fuse.weights import Packer
 
 __all__ = ["FusedLayers", "fuse_layers"]
 
-_log = logging.getLogger("shoal.fuse")
+Made = TypeVar("Made")
 
 _TOKENS = (19, 23, 29, 17, 13)  # of the runs; the first that is no dimension of a layer
 _TOLERANCE = 2e-4
+# Whatever a layer's own code makes of being run alone: it is left as it is. What a group of ranks raises is
+# not among them.
+_LEAVES_ALONE = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -76,6 +78,12 @@ class FusedLayers:
         return sum(len(chain.ready) for chain in self._chains)
 
     @property
+    def foreign(self) -> list[str]:
+        """Parts of fused layers, by their paths in a layer, that compute with their own code."""
+        recipes = (ready.recipe for chain in self._chains for ready in chain.ready)
+        return list(dict.fromkeys(path for recipe in recipes for path in recipe.foreign))
+
+    @property
     def num_stacks(self) -> int:
         return len(self._chains)
 
@@ -101,28 +109,35 @@ class _Chain:
         self.ready = tuple(ready)
         self.stack = stack
         self._context = context
-        self._tables: list[Tables | None] = [None] * len(ready)
+        self._given: list[Tables | None] = [None] * len(ready)  # tables, [1, T, width], as last called with
 
     def replace(self) -> None:
         """Have the layers' modules call this."""
         for index, ready in enumerate(self.ready):
-            ready.layer.module.forward = self._forward(index, ready.recipe)  # type: ignore[method-assign]
+            ready.layer.module.forward = self._forward(index, ready.recipe)
 
     def _forward(self, index: int, recipe: LayerRecipe) -> Any:
         is_last = index == len(self.ready) - 1
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = LayerCall(args, kwargs)
-            hidden = call.hidden
-            tables = kwargs.get(recipe.tables) if recipe.tables else None
-            self._tables[index] = None if tables is None else (tables[0][0], tables[1][0])
+            hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+            self._given[index] = kwargs.get(recipe.tables) if recipe.tables else None
             if is_last:
-                if self._context.batch is None:
-                    raise EngineError("fused layers run over pages only")
-                hidden = self.stack.run(hidden[0], self._context.batch, self._tables)[None].to(hidden.dtype)
+                hidden = self._run(hidden[0])[None].to(hidden.dtype)
             return (hidden,) if recipe.is_tuple else hidden
 
         return forward
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All layers, on [T, W]."""
+        if self._context.batch is None:
+            raise EngineError("fused layers run over pages only")
+        pairs: dict[int, Tables] = {}  # layers mostly share one
+        for given in self._given:
+            if given is not None and id(given) not in pairs:
+                pairs[id(given)] = given[0][0], given[1][0]
+        tables = [None if given is None else pairs[id(given)] for given in self._given]
+        return self.stack.run(hidden, self._context.batch, tables)
 
 
 @torch.inference_mode()
@@ -136,14 +151,15 @@ def fuse_layers(
         kernel: whose team computes.
         storage: of packed weights, a name of :data:`shoal.cpu_kernels.layout.STORAGES`.
     """
-    layers = _find(model, context)
+    layers = _find(model, context, comm)
     fused = FusedLayers(len(context.modules))
     buffers = Buffers()
     rows: list[list[_Ready]] = [[]]
+    preparer = _Preparer(context, kernel, comm, storage)
     for layer in layers:
-        ready, problem = _prepare(layer, context, kernel, comm, storage)
-        if not _agreed(comm, ready is not None) or ready is None:
-            fused.problems.append(f"{layer.path}: {problem or 'another rank could not'}")
+        ready, problem = preparer.prepare(layer)
+        if ready is None:
+            fused.problems.append(f"{layer.path}: {problem}")
             rows.append([])
             continue
         ready.packer.free()
@@ -159,12 +175,7 @@ def fuse_layers(
     return fused
 
 
-def _agreed(comm: Comm, is_fine: bool) -> bool:
-    """Whether all ranks are fine."""
-    return int(comm.all_reduce(torch.tensor([int(is_fine)], dtype=torch.int64))) == comm.size
-
-
-def _find(model: PreTrainedModel, context: AttentionContext) -> list[_Layer]:
+def _find(model: PreTrainedModel, context: AttentionContext, comm: Comm) -> list[_Layer]:
     """The model's layers, as it called them in a run of its own."""
     paths = {module: path for path, module in model.named_modules()}
     layers: dict[str, int] = {}
@@ -179,7 +190,7 @@ def _find(model: PreTrainedModel, context: AttentionContext) -> list[_Layer]:
         module = model.get_submodule(path)
         handles.append(module.register_forward_pre_hook(_note_call(calls[path]), with_kwargs=True))
         handles.append(module.register_forward_hook(_note_output(outputs, path)))
-    tokens = _choose_tokens(model)
+    tokens = _choose_tokens(model, comm)
     ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
     before, context.batch = context.batch, None
     try:
@@ -199,11 +210,13 @@ def _find(model: PreTrainedModel, context: AttentionContext) -> list[_Layer]:
     return result
 
 
-def _choose_tokens(model: PreTrainedModel) -> int:
+def _choose_tokens(model: PreTrainedModel, comm: Comm) -> int:
+    """The same on every rank, whatever the sizes of its parts."""
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
     config = model.config.get_text_config()
     sizes |= {value for value in vars(config).values() if isinstance(value, int)}
-    return next((tokens for tokens in _TOKENS if tokens not in sizes), _TOKENS[0])
+    taken = comm.all_reduce(torch.tensor([int(tokens in sizes) for tokens in _TOKENS]))
+    return _TOKENS[int(taken.argmin())]
 
 
 def _note_call(found: list[LayerCall]) -> Any:
@@ -222,30 +235,81 @@ def _note_output(found: dict[str, torch.Tensor], path: str) -> Any:
     return hook
 
 
-def _prepare(
-    layer: _Layer, context: AttentionContext, kernel: CpuPaged, comm: Comm, storage: str
-) -> tuple[_Ready | None, str]:
-    """The layer recognised, packed and proved; or why not."""
-    generator = torch.Generator().manual_seed(layer.number)
-    exact = layer.module if layer.call.hidden.dtype is torch.float32 else copy.deepcopy(layer.module).float()
-    call = _as_float(layer.call)
-    try:
-        recipe = recognise(exact, call.with_hidden(torch.randn(call.hidden.shape, generator=generator)))
-        width, is_first = call.hidden.shape[2], comm.rank == 0
-        trial = draft_layer(recipe, exact, layer.number, Packer(exact, "float32", is_first), width, is_first)
-        stack = Stack([(trial, recipe.output)], kernel, comm, Buffers())
-        error = difference(stack, layer.number, exact, call, context.shapes[layer.number], generator)
-        if error > _TOLERANCE:
-            return None, f"as recognised it differs by {error:.1e}"
-        packer = Packer(layer.module, storage, is_first)
+class _Preparer:
+    """Recognises, proves and packs layers, one after the other. All ranks say the same of each."""
+
+    def __init__(self, context: AttentionContext, kernel: CpuPaged, comm: Comm, storage: str) -> None:
+        self._context, self._kernel, self._comm, self._storage = context, kernel, comm, storage
+        self._last: LayerRecipe | None = None  # most layers are of a kind
+
+    def prepare(self, layer: _Layer) -> tuple[_Ready | None, str]:
+        """What stands for a layer, or why nothing does."""
+        generator = torch.Generator().manual_seed(layer.number)
+        call = _as_float(layer.call)
+        call = call.with_hidden(torch.randn(call.hidden.shape, generator=generator))
+        exact, problem = _tried(lambda: _exact(layer, self._context))
+        if not agree(self._comm, "" if exact is None else "here") or exact is None:
+            return None, problem
+        last, ready = self._last, None
+        if last is not None:
+            ready, _ = self._proved(layer, exact, call, lambda: suppose(last, exact, call))
+        if ready is None:
+            ready, problem = self._proved(layer, exact, call, lambda: recognise(exact, call))
+        if ready is not None:
+            self._last = ready.recipe
+        return ready, problem
+
+    def _proved(
+        self, layer: _Layer, exact: nn.Module, call: LayerCall, find: Callable[[], LayerRecipe]
+    ) -> tuple[_Ready | None, str]:
+        """What stands for a layer by the recipe that is found, if it is right."""
+
+        def trial() -> _Ready:
+            recipe = find()
+            return self._packed(layer, exact, recipe, "float32")
+
+        tried, problem = _tried(trial)
+        if not agree(self._comm, "" if tried is None else tried.recipe.outline) or tried is None:
+            return None, problem or "another rank computes something else"
+        gap, problem = _tried(lambda: self._gap(layer, exact, call, tried))
+        if gap is not None and gap > _TOLERANCE:
+            problem = f"as recognised it differs by {gap:.1e}"
+        if not agree(self._comm, "" if problem else "equal"):
+            return None, problem or "on another rank it differs"
+        if exact is layer.module and self._storage == "float32":
+            return tried, ""
+        return self._packed(layer, layer.module, tried.recipe, self._storage), ""
+
+    def _packed(self, layer: _Layer, module: nn.Module, recipe: LayerRecipe, storage: str) -> _Ready:
+        is_first, width = self._comm.rank == 0, layer.call.hidden.shape[2]
+        packer = Packer(module, storage, is_first)
         return _Ready(
-            layer, recipe, draft_layer(recipe, layer.module, layer.number, packer, width, is_first), packer
-        ), ""
+            layer, recipe, draft_layer(recipe, module, layer.number, packer, width, is_first), packer
+        )
+
+    def _gap(self, layer: _Layer, exact: nn.Module, call: LayerCall, tried: _Ready) -> float:
+        stack = Stack([(tried.draft, tried.recipe.output)], self._kernel, self._comm, Buffers())
+        generator = torch.Generator().manual_seed(layer.number)
+        inputs = proof_inputs(exact, call.hidden.shape, generator, self._comm)
+        return difference(stack, layer.number, exact, call, self._context.shapes[layer.number], inputs)
+
+
+def _tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
+    """What is made, or why it could not be."""
+    try:
+        return make(), ""
     except UnrecognisedError as error:
         return None, str(error)
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-        # Whatever a layer's own code makes of being run alone: it is left as it is.
+    except _LEAVES_ALONE as error:
         return None, f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _exact(layer: _Layer, context: AttentionContext) -> nn.Module:
+    """The layer, or a copy of it, in float32."""
+    if layer.call.hidden.dtype is torch.float32:
+        return layer.module
+    memo = {id(context): context}  # which its modules have, and which is no part of it
+    return copy.deepcopy(layer.module, memo).float()
 
 
 def _as_float(call: LayerCall) -> LayerCall:

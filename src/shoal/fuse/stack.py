@@ -1,7 +1,7 @@
 """Runs drafted layers over pages as one program, a step at a time. Knows no recipe and no module.
 
-Between layers nothing leaves the buffers: layer i reads side i modulo 2 and writes the other. Over several ranks
-sums go through shared memory within the program; where the ranks have none, the program is cut there.
+Between layers nothing leaves the buffers: layer i reads side i modulo 2 and writes the other. Over several
+ranks sums go through shared memory within the program; where the ranks have none, the program is cut there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
+from torch import nn
 
 from shoal.attention.base import AttentionBatch, LayerPages
 from shoal.attention.cpu import CpuPaged
@@ -19,13 +21,13 @@ from shoal.cpu_kernels import attention_arguments as at
 from shoal.cpu_kernels.arguments import KernelError
 from shoal.cpu_kernels.program import Operation, Program
 from shoal.fuse.arena import Arena, Slot, Word
-from shoal.fuse.build import ROWS, SLOTS, Draft, LayerDraft
-from shoal.fuse.recipe import INPUT
+from shoal.fuse.build import FLOAT_BYTES, ROWS, SLOTS, Draft, LayerDraft
+from shoal.fuse.recipe import INPUT, Attend
 from shoal.jit.team import Job
 
 __all__ = ["Buffers", "Stack", "Tables"]
 
-Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, width] float32
+Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [T, width], in the order the layer takes
 
 _FIRST_ROWS = 64
 
@@ -58,20 +60,24 @@ class Buffers:
         return self._tensors[name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Layer:
     """What a step sets of one layer."""
 
     draft: LayerDraft
     call: Any  # words of its call of attention
+    shape: tuple[Any, ...]  # what its call has in common with other layers'
+    tables: tuple[int, int, int] = (0, 0, 0)  # addresses of cosines and sines, and bytes from row to row
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Operations up to a sum over ranks that is not one of them."""
+    """Operations up to something that is none: a sum over ranks of a value, or a module's call."""
 
     program: Program | None
-    summed: str = ""  # the buffer; empty: none
+    value: str = ""  # the buffer that is summed, or that the module's result goes to; empty: neither
+    called: nn.Module | None = None
+    source: str = ""  # the buffer that the module is given
 
 
 class Stack:
@@ -93,32 +99,35 @@ class Stack:
         self._pages: Mapping[int, LayerPages] = {}
         operations: list[Draft] = []
         rows: list[list[Word]] = []
-        names: list[str] = []
+        names: list[dict[str, str]] = []
         calls: list[int] = []
         for index, (draft, output) in enumerate(drafts):
             places = {name: _place(name, index, output, width) for name, width in draft.widths.items()}
             for name, width in draft.widths.items():
                 buffers.want(places[name], width)
             for operation in draft.operations:
-                if operation.job is None and comm.size == 1:
+                if operation.job is None and operation.called is None and comm.size == 1:
                     continue
                 if operation.is_attention and operation.words:
                     calls.append(len(rows))
                 operations.append(operation)
-                names.append(places.get(operation.summed, ""))
+                names.append(places)
                 rows.append(self._words(operation, draft, places))
         self._arena = Arena(rows)
         self._layers = [
-            _Layer(draft, self._arena.words(call)) for (draft, _), call in zip(drafts, calls, strict=True)
+            _Layer(draft, self._arena.words(call), _shape(draft.attend))
+            for (draft, _), call in zip(drafts, calls, strict=True)
         ]
         self._segments = list(self._cut(operations, names))
-        self._output = _side(len(drafts))
+        self._input, self._output = (_side(index, drafts[0][0].widths[INPUT]) for index in (0, len(drafts)))
 
     def _words(self, operation: Draft, draft: LayerDraft, places: dict[str, str]) -> list[Word]:
         """An operation's words, with values called by their buffers."""
+        if operation.called is not None:
+            return []
         if operation.job is None:
-            name = places[operation.summed]
-            return [Slot(ROWS), draft.widths[operation.summed], Slot(("value", name)), self._state]
+            name = places[operation.value]
+            return [Slot(ROWS), draft.widths[operation.value], Slot(("value", name)), self._state]
         return [
             Slot(("value", places[word.key[1]]), word.offset)
             if isinstance(word, Slot) and isinstance(word.key, tuple) and word.key[0] == "value"
@@ -126,17 +135,19 @@ class Stack:
             for word in operation.words
         ]
 
-    def _cut(self, operations: Sequence[Draft], names: Sequence[str]) -> Sequence[_Segment]:
-        """Programs, ended where a sum cannot be an operation."""
+    def _cut(self, operations: Sequence[Draft], names: Sequence[Mapping[str, str]]) -> Sequence[_Segment]:
+        """Programs, ended where something is not an operation."""
         found: list[_Segment] = []
         ready: list[Operation] = []
         call: Any = None
-        for number, (draft, name) in enumerate(zip(operations, names, strict=True)):
-            job = draft.job or self._sum_job()
+        for number, (draft, places) in enumerate(zip(operations, names, strict=True)):
+            job = draft.job or (self._sum_job() if draft.called is None else None)
             if draft.is_attention and draft.words:
                 call = self._arena.words(number)
             if job is None:
-                found.append(_Segment(Program(ready, self._kernel.team) if ready else None, name))
+                program = Program(ready, self._kernel.team) if ready else None
+                source = places.get(draft.source, "")
+                found.append(_Segment(program, places[draft.value], draft.called, source))
                 ready = []
             else:
                 words = call if draft.is_attention else self._arena.words(number)
@@ -177,10 +188,10 @@ class Stack:
         self._buffers.reserve(rows)
         if self._version != self._buffers.version:
             self._version = self._buffers.version
-            for key in self._arena.keys():
+            for key in self._arena.slots:
                 if isinstance(key, tuple) and key[0] == "value":
                     self._arena.set(key, self._buffers[key[1]].data_ptr())
-        self._buffers[_side(0)][:rows] = hidden
+        self._buffers[self._input][:rows] = hidden
         slots = batch.slots.contiguous()
         self._arena.set(ROWS, rows)
         self._arena.set(SLOTS, slots.data_ptr())
@@ -189,57 +200,72 @@ class Stack:
         for segment in self._segments:
             if segment.program is not None:
                 self._run(segment.program)
-            if segment.summed:
-                partial = self._buffers[segment.summed][:rows]
-                total = self._comm.all_reduce(partial)
-                if total.data_ptr() != partial.data_ptr():
-                    partial.copy_(total)
+            if segment.called is not None:
+                self._call(segment, rows, hidden.dtype)
+            elif segment.value:
+                part = self._buffers[segment.value][:rows]
+                part.copy_(self._comm.all_reduce(part.clone()))  # ranks in threads read each other's tensors
         del held
         return self._buffers[self._output][:rows]
+
+    def _call(self, segment: _Segment, rows: int, dtype: torch.dtype) -> None:
+        assert segment.called is not None
+        # A copy: some code adds to what it is given in place.
+        made = segment.called(self._buffers[segment.source][None, :rows].to(dtype, copy=True))
+        made = made[0] if isinstance(made, tuple) else made
+        self._buffers[segment.value][:rows] = made.reshape(rows, -1)
 
     def _run(self, program: Program) -> None:
         try:
             program.run()
         except KernelError as error:
             if self._state:  # nothing else gives a status: a rank did not come
-                check: Any = self._comm.check
-                check(error.status, "all_reduce")
+                from shoal.comm.shm import ShmComm
+
+                assert isinstance(self._comm, ShmComm), "who has a state gives it its meaning"
+                self._comm.check(error.status, "all_reduce")
             raise
 
     def _set_tables(self, tables: Sequence[Tables | None]) -> list[torch.Tensor]:
         """Returns what must live until the run is over."""
-        held: list[torch.Tensor] = []
-        ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layers mostly share a pair
         for layer, own in zip(self._layers, tables, strict=True):
             if own is None:
                 continue
-            if id(own[0]) not in ready:
-                ready[id(own[0])] = own[0].float().contiguous(), own[1].float().contiguous()
-            cos, sin = ready[id(own[0])]
-            number = layer.draft.number
-            self._arena.set(("cos", number), cos.data_ptr())
-            self._arena.set(("sin", number), sin.data_ptr())
-            self._arena.set(("table_bytes", number), 4 * cos.stride(0))
-            held += cos, sin
-        return held
+            pair = ready.get(id(own))
+            if pair is None:
+                pair = ready[id(own)] = own[0].float().contiguous(), own[1].float().contiguous()
+            rotary = layer.draft.attend.rotary
+            cos, sin = reversed(pair) if rotary is not None and rotary.is_sine_first else pair
+            place = cos.data_ptr(), sin.data_ptr(), FLOAT_BYTES * cos.stride(0)
+            if place != layer.tables:
+                layer.tables = place
+                for name, value in zip(("cos", "sin", "table_bytes"), place, strict=True):
+                    self._arena.set((name, layer.draft.number), value)
+        return [table for pair in ready.values() for table in pair]
 
     def _set_attention(self, batch: AttentionBatch) -> None:
-        fields: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        fields: dict[tuple[Any, ...], Any] = {}
         for layer in self._layers:
-            attend = layer.draft.attend
-            shape = (attend.heads, attend.query_heads // attend.heads, attend.variant, attend.key_width,
-                     attend.value_width)  # fmt: skip
-            if shape not in fields:
-                fields[shape] = self._kernel.step_fields(batch, *shape)
-            layer.call[at.SEQUENCES :] = fields[shape]
+            own = fields.get(layer.shape)
+            if own is None:
+                words = self._kernel.step_fields(batch, *layer.shape)
+                own = fields[layer.shape] = numpy.array(words, numpy.int64)
+            layer.call[at.SEQUENCES :] = own
 
 
-def _side(index: int) -> str:
-    return f"side {index % 2}"
+def _shape(attend: Attend) -> tuple[Any, ...]:
+    """The arguments of :meth:`shoal.attention.cpu.CpuPaged.step_fields`."""
+    group = attend.query_heads // attend.heads
+    return attend.heads, group, attend.variant, attend.key_width, attend.value_width
+
+
+def _side(index: int, width: int) -> str:
+    return f"side {index % 2} {width}"
 
 
 def _place(name: str, index: int, output: str, width: int) -> str:
     """What a layer's value is called among all buffers."""
     if name == INPUT:
-        return _side(index)
-    return _side(index + 1) if name == output else f"{name} {width}"
+        return _side(index, width)
+    return _side(index + 1, width) if name == output else f"{name} {width}"

@@ -1,4 +1,6 @@
-"""Packs what a recipe's steps read of a layer's modules, frees it there, and can put it back. Knows no program."""
+"""Packs what a recipe's steps read of a layer's modules, frees it there, and can put it back. Knows no
+program.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,9 @@ class Packer:
     def gate(self, step: Gate) -> PackedWeight:
         """Gate and up in turn."""
         pieces = step.gate, step.up
-        biases = [self._bias(piece) if self._has_bias(pieces) else None for piece in pieces]
-        packed = pack_gated(*(self._weight(piece) for piece in pieces), *biases, storage=self.storage)
+        gate, up = (self._weight(piece) for piece in pieces)
+        gate_bias, up_bias = (self._bias(piece) if self._has_bias(pieces) else None for piece in pieces)
+        packed = pack_gated(gate, up, gate_bias, up_bias, self.storage)
         self._packed.append(_Packed(pieces, packed, True))
         return packed
 
@@ -91,9 +94,12 @@ class Packer:
                     weight.data = weight.new_empty(0)
 
     def restore(self) -> None:
-        """Give the layer its weights back, as they were but for what the storage rounded."""
+        """Give the layer its weights back, as they were but for what the storage rounded.
+
+        Rows that no step read are zero.
+        """
         for name, (shape, dtype) in self._freed.items():
-            self.layer.get_submodule(name).get_parameter("weight").data = torch.empty(shape, dtype=dtype)
+            self.layer.get_submodule(name).get_parameter("weight").data = torch.zeros(shape, dtype=dtype)
         for packed in self._packed:
             for piece, rows in packed.parts():
                 module = self._module(piece)
@@ -116,7 +122,7 @@ class Packer:
         return chosen if bool((piece.factors == 1).all()) else chosen.float() * piece.factors[:, None]
 
     def _bias(self, piece: Piece) -> torch.Tensor:
-        bias = getattr(self._module(piece), "bias", None)
+        bias: torch.Tensor | None = getattr(self._module(piece), "bias", None)
         if bias is None:
             return torch.zeros(len(piece.rows))
         return bias.detach().float()[piece.rows] * piece.factors

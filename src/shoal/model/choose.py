@@ -36,6 +36,11 @@ class FusedModel(ServedModel, Protocol):
         """How many layers."""
         ...
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its weights are other ones on purpose: then its logits are reported, not held to."""
+        ...
+
     def restore(self) -> None:
         """Put the model's own code back."""
         ...
@@ -142,6 +147,12 @@ def _fused(
     if not model.layers_fused:
         model.restore()
         return None, model.notes
+    if model.is_rounded:
+        gap = _served_difference(model, prompts, expected, dtype, device)
+        if gap == float("inf"):
+            model.restore()
+            return None, ("not fused: with rounded weights its logits are not finite",)
+        return model, (*model.notes, f"logits differ by {gap:.1e} from those of unrounded weights")
     problem = _check(model, prompts, expected, dtype, device)
     if problem is None:
         return model, model.notes

@@ -1,4 +1,4 @@
-"""A decoder on the paged way whose layers and head run as our CPU kernels. Knows no layer and no scheduler."""
+"""A decoder on the paged way whose layers and head run as our CPU kernels. Knows no layer, no scheduler."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from shoal.model.causal import PagedCausal
 
 __all__ = ["FusedCausal"]
 
+# What the head is held in where that is finer than the layers: in 4 bits it alone costs 4% perplexity.
+_HEAD_STORAGE = {"int4": "int8"}
 _BLOCK_SIZE = 16  # of the pages that :meth:`FusedCausal.plain` makes for itself
 
 
@@ -39,8 +41,9 @@ class FusedCausal:
         self._paged = paged
         self._pages: list[LayerPages] = []
         self._dtype = module.dtype
+        self.storage = storage
         self.layers = fuse_layers(module, paged.context, kernel, comm, storage)
-        self.head = fuse_head(module, kernel.team, comm, storage)
+        self.head = fuse_head(module, kernel.team, comm, _HEAD_STORAGE.get(storage, storage))
 
     @property
     def packed_bytes(self) -> int:
@@ -51,6 +54,11 @@ class FusedCausal:
     def layers_fused(self) -> int:
         """How many of the model's layers are."""
         return self.layers.num_fused
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the weights lose more than the model's dtype takes."""
+        return self.storage in ("int8", "int4")
 
     def restore(self) -> None:
         """Put the model back as it was."""
@@ -64,6 +72,8 @@ class FusedCausal:
         found = [
             f"{layers.num_fused} of {layers.num_layers} layers fused, {layers.num_stacks} call(s) a step"
         ]
+        if layers.foreign:
+            found.append(f"within them by the model's own code: {', '.join(layers.foreign)}")
         if self.head.problem:
             found.append(f"head not fused: {self.head.problem}")
         return (*found, *(f"not fused: {problem}" for problem in layers.problems[:1]))

@@ -25,7 +25,7 @@ from shoal.config import EngineConfig, make_config
 from shoal.device.base import Device, resolve_device, resolve_dtype, threads_per_rank
 from shoal.device.memory import process_private_bytes
 from shoal.device.peak import reset_peak, trim_heap, used_since
-from shoal.errors import EngineError
+from shoal.errors import EngineError, UnsupportedError
 from shoal.messages import (
     AllocateKV,
     RankReady,
@@ -49,6 +49,7 @@ from shoal.worker.sizing import kv_budget, step_growth_bytes
 __all__ = ["RankWorker", "weight_bytes"]
 
 _SAMPLING_RANK = 0
+_PAGED, _FUSED = "served the paged way", "served the fused way"
 
 # Of the step's time: ranks that wait in vain say so before the executor gives up, so it knows for whom.
 _COLLECTIVE_SHARE = 0.9
@@ -98,12 +99,18 @@ class RankWorker:
         parts, zeros = slices(plan, module, start.rank), zero_names(plan, module, start.rank)
         shard(module, plan, start.rank, comm)
         kernel_name, kernel = self._choose_kernel(config, device)  # a compiler's memory is no weight's
+        fuse = self._fuse(kernel, config)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         with CheckpointReader(path) as reader:
             loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report, zeros)
         load_peak = used_since("cpu", peak_before)
-        chosen = self._serve(module, kernel, config)
+        chosen = self._serve(module, kernel, fuse)
+        if config.quantization is not None and chosen[-1] != _FUSED:
+            raise UnsupportedError(
+                f"quantization: no layer can be held in {config.quantization}: {'; '.join(chosen)}",
+                field="quantization",
+            )
         length = min(config.max_model_len or 1 << 30, model_length(hf_config) or 1 << 30)
         budget = self._budget(
             config, device, start.world_size, hf_config.get_text_config().vocab_size, length
@@ -117,7 +124,7 @@ class RankWorker:
             kv_budget_bytes=budget,
             private_growth_bytes=process_private_bytes() - self._private_before,
             peak_growth_bytes=load_peak,
-            attention=kernel_name if chosen[-1].endswith(("paged way", "fused way")) else "the model's own",
+            attention=kernel_name if chosen[-1] in (_PAGED, _FUSED) else "the model's own",
             dtype=dtype.name,
             notes=(dtype.reason, *chosen),
         )
@@ -186,19 +193,30 @@ class RankWorker:
         return name, maker.make(name)
 
     @torch.inference_mode()
-    def _serve(self, module: PreTrainedModel, kernel: PagedKernel, config: EngineConfig) -> tuple[str, ...]:
-        chosen = serve_causal(module, kernel, self._device_().torch_device, self._fuse(kernel, config))
+    def _serve(self, module: PreTrainedModel, kernel: PagedKernel, fuse: Fuse | None) -> tuple[str, ...]:
+        chosen = serve_causal(module, kernel, self._device_().torch_device, fuse)
         self._model = chosen.model
         return chosen.notes
 
     def _fuse(self, kernel: PagedKernel, config: EngineConfig) -> Fuse | None:
-        """What puts CPU kernels in the place of the model's layers, if they are wanted and can be had."""
+        """What puts CPU kernels in the place of the model's layers, if they are wanted and can be had.
+
+        Raises:
+            UnsupportedError: they cannot, and quantised weights are for them alone.
+        """
         if config.cpu_kernels == "off" or self._device_().kind != "cpu" or not hasattr(kernel, "team"):
+            if config.quantization is not None:
+                raise UnsupportedError(
+                    f"quantization: {config.quantization} weights are for our CPU kernels: it takes a CPU, "
+                    "float32 or bfloat16, the cpu_paged attention kernel, and cpu_kernels not off",
+                    field="quantization",
+                )
             return None
         from shoal.attention.cpu import CpuPaged
         from shoal.model.fused import FusedCausal
 
         comm, storage = self._comm, "bfloat16" if self._dtype is torch.bfloat16 else "float32"
+        storage = config.quantization or storage
         assert comm is not None and isinstance(kernel, CpuPaged)
         return lambda module, paged: FusedCausal(module, paged, kernel, comm, storage)
 

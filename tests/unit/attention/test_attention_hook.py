@@ -8,10 +8,11 @@ from torch import nn
 
 from shoal.attention.base import AttentionBatch, DecodeGroup, LayerPages, PagedKernel, Variant
 from shoal.attention.cpu import CpuPaged
-from shoal.attention.hook import AttentionContext
+from shoal.attention.hook import AttentionContext, attach, lent
 from shoal.attention.pages import allocate
 from shoal.attention.sdpa import paged_sdpa
 from shoal.jit.team import Team
+from support import families
 
 VARIANT = Variant(0.25)
 
@@ -63,3 +64,39 @@ def test_a_kernel_that_writes_pages_itself_is_left_to_do_so() -> None:
     context.attend(module, heads(4, 1), heads(2, 1), heads(2, 1), VARIANT, None)
     assert kernel.written == 1
     team.close()
+
+
+class Elsewhere:
+    """Takes attention, and remembers of whom."""
+
+    def __init__(self) -> None:
+        self.asked: list[nn.Module] = []
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        variant: Variant,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self.asked.append(module)
+        return query.transpose(1, 2)
+
+
+def test_a_part_of_a_model_is_lent_to_another_context_and_comes_back() -> None:
+    model = families.build("llama")
+    context = AttentionContext(paged_sdpa)
+    attach(model, context)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    elsewhere = Elsewhere()
+    with torch.inference_mode(), pytest.raises(KeyError), lent(model.model.layers[0], elsewhere):
+        model(input_ids=torch.arange(3)[None], use_cache=False)
+        raise KeyError  # it comes back whatever happens
+    assert elsewhere.asked == [first]
+    assert context.modules == [second] and context.layer_of(second) == 0
+    with torch.inference_mode():
+        model(input_ids=torch.arange(3)[None], use_cache=False)
+    assert elsewhere.asked == [first]
+    assert context.modules == [second, first], "in the order of their first calls"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
 from shoal.bench.comm import Order, Row
+from shoal.bench.latency import Sample, Target, summarise
+from shoal.bench.offline import Subject, measure
+from support.toy import Toys, ToyTokenizer, table
 
 
 @pytest.fixture
@@ -68,3 +73,150 @@ def test_wrong_numbers_and_names_are_wrong_usage(run):
         ended = run("bench", "comm", *arguments)
         assert ended.status == 2
         assert not ended.out
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """Engines are tables; what they are opened with is kept."""
+    found = Toys({size: table() for size in (1, 2, 4)})
+    monkeypatch.setattr(
+        "shoal.bench.subject.load_subject", lambda options: (Subject(ToyTokenizer(), 4096), Path("folder"))
+    )
+    monkeypatch.setattr("shoal.bench.offline.measure", lambda order, subject: measure(order, subject, found))
+    return found
+
+
+def test_offline_prints_a_row_a_workload_with_the_sources_ratio_and_the_verdict(run, toys):
+    ended = run("bench", "offline", "toy", "--repeats", "1")
+    assert ended.status == 0
+    for text in ("1.92", "1.77", "1.21", "0 of 4 answers differ", "mean log-likelihood +0.0e+00"):
+        assert text in ended.out
+    assert ended.err.count("coherent") == 13
+
+
+def test_offline_prints_one_json_document_with_command_and_machine(run, toys):
+    ended = run("bench", "offline", "toy", "--workload", "few_blocks", "--repeats", "1", "--json")
+    document = json.loads(ended.out)
+    assert document["machine"]["cores"] >= 1
+    assert document["command"][0] == "shoal"
+    assert (document["model"], document["scale"], document["repeats"]) == ("toy", "ci", 1)
+    assert [row["workload"] for row in document["rows"]] == ["few_blocks"]
+    assert [(s["name"], s["options"]["tensor_parallel_size"]) for s in document["settings"]] == [
+        ("-tp 1", 1),
+        ("-tp 2", 2),
+    ]
+
+
+def test_what_is_not_the_same_computation_ends_with_status_1(run, toys):
+    toys.tables[2] = table(1)
+    ended = run("bench", "offline", "toy", "--workload", "few_blocks,rollouts_1024", "--repeats", "1")
+    assert ended.status == 1
+    assert "INCOHERENT" in ended.out
+    assert "error: not the same computation: few_blocks, rollouts_1024" in ended.err
+
+
+def test_threads_are_per_rank_or_dealt_out_of_a_total(run, toys):
+    run("bench", "offline", "toy", "--workload", "few_blocks", "-tp", "1,2,4", "--total-threads", "4")
+    assert [(c.tensor_parallel_size, c.num_threads) for c in toys.opened] == [(1, 4), (2, 2), (4, 1)]
+    toys.opened.clear()
+    run("bench", "tp", "toy", "--workload", "few_blocks", "-tp", "1,2", "--num-threads", "3", "--scale", "ci")
+    assert [(c.tensor_parallel_size, c.num_threads) for c in toys.opened] == [(1, 3), (2, 3)]
+
+
+def test_engine_options_reach_every_engine_and_kernels_are_measured_each(run, toys):
+    run(
+        "bench", "offline", "toy", "--workload", "rollouts_1024", "-tp", "1", "--repeats", "1",
+        "--attn-implementation", "sdpa,eager", "--dtype", "float32", "--block-size", "8",
+    )  # fmt: skip
+    assert [c.attn_implementation for c in toys.opened] == ["sdpa", "eager"]
+    assert {(c.model, c.dtype, c.block_size) for c in toys.opened} == {("toy", "float32", 8)}
+
+
+def test_tp_tells_speed_up_and_efficiency(run, toys):
+    ended = run("bench", "tp", "toy", "--repeats", "1", "--scale", "ci", "--json")
+    lines = json.loads(ended.out)["rows"]
+    assert [(line["workload"], line["ranks"]) for line in lines] == [
+        ("mixed_32", 1), ("mixed_32", 2), ("one_request", 1), ("one_request", 2),
+    ]  # fmt: skip
+    assert "efficiency" in run("bench", "tp", "toy", "--repeats", "1", "--scale", "ci").out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--workload", "gsm9k"],
+        ["--scale", "2"],
+        ["-tp", "one"],
+        ["-tp", "0"],
+        ["-tp", "1,1"],
+        ["--total-threads", "1"],
+        ["--total-threads", "4", "--num-threads", "2"],
+        ["--compare", "sglang"],
+        ["--plot", "chart.pdf"],
+        ["--repeats", "0"],
+    ],
+)
+def test_an_offline_order_that_makes_no_sense_is_wrong_usage(run, toys, arguments):
+    ended = run("bench", "offline", "toy", *arguments)
+    assert ended.status == 2
+    assert not ended.out
+    assert not toys.opened
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What would have been sent to a server; every load gets two answers."""
+    seen = []
+
+    def measure_online(order):
+        seen.append(order)
+        samples = [Sample((0.1, 0.2), 0.3, 4), Sample((0.6, 0.7), 0.8, 4)]
+        return summarise(samples, 2.0, order.targets)
+
+    monkeypatch.setattr("shoal.bench.online.measure_online", measure_online)
+    return seen
+
+
+def test_every_option_of_a_load_reaches_it(run, loads):
+    ended = run(
+        "bench", "serve", "--url", "http://a", "--num-prompts", "200", "--request-rate", "inf", "--seed", "3",
+        "--max-tokens", "7", "--endpoint", "chat", "--served-model-name", "m", "--api-key", "k",
+        "--ignore-eos", "--goodput", "ttft:500", "itl:100",
+    )  # fmt: skip
+    assert ended.status == 0
+    (order,) = loads
+    assert (order.url, order.request_rate, order.concurrency, order.seed) == ("http://a", math.inf, None, 3)
+    assert (order.max_tokens, order.endpoint, order.model, order.api_key) == (7, "chat", "m", "k")
+    assert order.ignore_eos
+    assert order.targets == (Target("ttft", 500.0), Target("itl", 100.0))
+    assert len(set(order.prompts)) == 200, "no two prompts are equal"
+    assert "1 met every target: goodput 0.50 requests/s" in ended.out
+    assert "2 of 2 requests in 2.00 s: 1.00 requests/s, 4.0 tokens/s" in ended.out
+
+
+def test_a_load_is_json_too(run, loads):
+    document = json.loads(run("bench", "serve", "--url", "http://a", "--json").out)
+    assert document["summary"]["ttft_ms"]["p99"] == pytest.approx(600)
+
+
+def test_a_server_is_named_or_started_and_not_both(run, loads):
+    for arguments in ([], ["--url", "http://a", "--model", "demo"], ["--url", "http://a", "ttft:5"]):
+        ended = run("bench", "serve", *arguments)
+        assert ended.status == 2
+    assert not loads
+
+
+def test_a_model_is_served_for_the_time_with_the_engines_options(run, loads, monkeypatch):
+    from contextlib import contextmanager
+
+    started = []
+
+    @contextmanager
+    def serving(model, arguments):
+        started.append((model, arguments))
+        yield "http://started"
+
+    monkeypatch.setattr("shoal.bench.server_process.serving", serving)
+    run("bench", "serve", "--model", "demo", "-tp", "2", "--no-enable-prefix-caching")
+    assert started == [("demo", ["--tensor-parallel-size", "2", "--no-enable-prefix-caching"])]
+    assert loads[0].url == "http://started"

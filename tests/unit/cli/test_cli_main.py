@@ -100,7 +100,8 @@ def test_serve_has_the_documented_flags():
     }
     documented = (
         "--tensor-parallel-size", "-tp", "--executor", "--device", "--dtype", "--attn-implementation",
-        "--comm", "--num-threads", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens",
+        "--comm", "--cpu-kernels", "--quantization", "--num-threads",
+        "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens",
         "--gpu-memory-utilization", "--memory-utilization", "--kv-cache-memory-bytes",
         "--num-gpu-blocks-override", "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching",
         "--seed", "--trust-remote-code", "--revision", "--config", "--log-level", "--log-format", "--host",

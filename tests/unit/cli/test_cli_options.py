@@ -48,7 +48,7 @@ def test_every_flag_reaches_the_config(configured):
     config, options = configured(
         "demo", "-tp", "2", "--executor", "processes", "--device", "cpu", "--dtype", "bfloat16",
         "--attn-implementation", "sdpa", "--num-threads", "3", "--max-model-len", "64", "--max-num-seqs", "4",
-        "--comm", "gloo",
+        "--comm", "gloo", "--cpu-kernels", "off", "--quantization", "int8",
         "--max-num-batched-tokens", "32", "--memory-utilization", "0.5", "--kv-cache-memory-bytes", "1000",
         "--num-gpu-blocks-override", "9", "--block-size", "8", "--no-enable-prefix-caching", "--seed", "5",
         "--trust-remote-code", "--revision", "main", "--max-num-queued-requests", "6", "--step-timeout", "7",
@@ -56,7 +56,8 @@ def test_every_flag_reaches_the_config(configured):
     )  # fmt: skip
     assert config == EngineConfig(
         model="demo", tensor_parallel_size=2, executor="processes", device="cpu", dtype="bfloat16",
-        attn_implementation="sdpa", comm="gloo", num_threads=3, max_model_len=64, max_num_seqs=4,
+        attn_implementation="sdpa", comm="gloo", cpu_kernels="off", quantization="int8",
+        num_threads=3, max_model_len=64, max_num_seqs=4,
         max_num_batched_tokens=32, gpu_memory_utilization=0.5, kv_cache_memory_bytes=1000,
         num_gpu_blocks_override=9, block_size=8,
         enable_prefix_caching=False, seed=5, trust_remote_code=True, revision="main",

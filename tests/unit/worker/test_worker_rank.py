@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import EngineError, ModelNotFoundError
+from shoal.errors import EngineError, ModelNotFoundError, UnsupportedError
 from shoal.messages import AllocateKV, RankReport
 from shoal.worker.executor import make_starts
 from shoal.worker.rank import RankWorker, weight_bytes
@@ -31,8 +31,11 @@ def test_shared_weights_count_once() -> None:
     assert weight_bytes(nn.Sequential(first, second)) == 4 * (64 + 8)
 
 
-def test_the_report_says_what_was_built(started: tuple[RankWorker, RankReport]) -> None:
-    _, report = started
+def test_the_report_says_what_was_built(families_path: Path) -> None:
+    worker = RankWorker()
+    load = make_load(families.save("llama_9_3", families_path), 1, cpu_kernels="off")
+    report = worker.start(make_starts(load, "")[0])
+    worker.close()
     model = families.build("llama_9_3")
     unique = {p.data_ptr(): p.nbytes for p in model.parameters()}
     buffers = sum(b.nbytes for b in model.buffers())
@@ -40,6 +43,17 @@ def test_the_report_says_what_was_built(started: tuple[RankWorker, RankReport]) 
     assert report.kv_bytes_per_token == 2 * 3 * (8 + 8) * 4, "layers, KV heads, key and value width, float32"
     assert report.kv_budget_bytes == 1 << 20
     assert (report.rank, report.dtype, report.attention) == (0, "float32", "cpu_paged")
+
+
+def test_packed_weights_are_held_once_but_for_what_fills_up_their_panels(
+    started: tuple[RankWorker, RankReport],
+) -> None:
+    _, report = started
+    model = families.build("llama_9_3")
+    whole = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
+    assert "2 of 2 layers fused, 1 call(s) a step" in report.notes
+    # Of 101 tokens and of 72 features 112 and 80 are held.
+    assert whole <= report.weight_bytes < 1.1 * whole
 
 
 def test_pages_hold_what_was_allocated(started: tuple[RankWorker, RankReport]) -> None:
@@ -99,3 +113,41 @@ def test_a_closed_rank_lets_go_of_everything(started: tuple[RankWorker, RankRepo
     with pytest.raises(EngineError):
         worker.execute(make_step(1, (0, [5])))
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cpu_kernels": "off"}, {"attn_implementation": "sdpa"}, {"dtype": "float16"}],
+    ids=["without our kernels", "with another attention kernel", "in a dtype they do not have"],
+)
+def test_rounded_weights_are_refused_where_our_kernels_do_not_compute(
+    options: dict[str, str], families_path: Path
+) -> None:
+    load = make_load(families.save("llama_9_3", families_path), 1, quantization="int8", **options)
+    worker = RankWorker()
+    with pytest.raises(UnsupportedError, match="int8 weights are for our CPU kernels") as caught:
+        worker.start(make_starts(load, "")[0])
+    worker.close()
+    assert caught.value.field == "quantization"
+
+
+def test_rounded_weights_are_refused_where_no_layer_can_be_fused(families_path: Path) -> None:
+    load = make_load(families.save("bloom", families_path), 1, quantization="int4")
+    worker = RankWorker()
+    with pytest.raises(UnsupportedError, match=r"no layer can be held in int4: .*served the padded way"):
+        worker.start(make_starts(load, "")[0])
+    worker.close()
+
+
+def test_rounded_weights_are_fewer_bytes_and_the_report_says_what_they_cost(families_path: Path) -> None:
+    folder = families.save("llama_9_3", families_path)
+    reports = {}
+    for quantization in (None, "int8"):
+        worker = RankWorker()
+        reports[quantization] = worker.start(
+            make_starts(make_load(folder, 1, quantization=quantization), "")[0]
+        )
+        worker.close()
+    assert reports["int8"].weight_bytes < 0.4 * reports[None].weight_bytes
+    assert any(note.startswith("logits differ by") for note in reports["int8"].notes)
+    assert not any(note.startswith("logits differ by") for note in reports[None].notes)
