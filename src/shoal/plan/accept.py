@@ -146,14 +146,27 @@ def _refuse(region: DraftRegion, inventory: Inventory, excluded: frozenset[str],
         return
     mixed_shapes = [name for name in region.widths if len(inventory.shapes.get(name, ())) != 1]
     tied = [name for name in region.widths if len(inventory.tied_to(name)) > 1]
+    shortened = [name for name in region.widths if not _has_real_shape(name, inventory, glue)]
     if excluded & {consumer.call.pattern for consumer in region.consumers}:
         region.reason = "its proof failed"
     elif mixed_shapes:
         region.reason = f"layers differ in the shape of {mixed_shapes[0]}"
+    elif shortened:
+        region.reason = f"{shortened[0]} has as many features as there are layers, and some were left out"
     elif tied:
         region.reason = f"{tied[0]} is tied to another weight"
     else:
         region.reason = _used_otherwise(region, inventory, glue)
+
+
+def _has_real_shape(pattern: str, inventory: Inventory, glue: Glue) -> bool:
+    """Whether the short model's weights of a pattern are as large as the whole model's."""
+    own = {
+        tuple(parameter.shape)
+        for name, parameter in glue.model.named_parameters(remove_duplicate=False)
+        if glue.naming.key_of(name) == pattern
+    }
+    return own <= inventory.shapes.get(pattern, set())
 
 
 def _used_otherwise(region: DraftRegion, inventory: Inventory, glue: Glue) -> str:

@@ -16,7 +16,7 @@ from shoal.plan.footprint import footprint
 from shoal.plan.skeleton import build_on_meta
 from shoal.plan.types import Plan, pattern_of
 from shoal.prove import plan_and_prove
-from support.zoo.catalogue import LISTED
+from support.zoo.catalogue import LISTED, UNLISTED
 
 SEED = 5
 MAX_RANK_SHARE = 0.62
@@ -66,3 +66,12 @@ def _left_over(plan: Plan) -> dict[str, str]:
         and "small:" not in split.reason
         and not SHARED.search(split.reason)
     }
+
+
+def test_a_weight_as_wide_as_there_are_layers_is_planned_at_its_real_width() -> None:
+    """markuplm's linear takes an embedding from each of a list, of which the short model has fewer."""
+    model_class, config = UNLISTED["markuplm"].load()
+    plan = plan_and_prove(model_class, config, 2)
+    inner = next(split for name, split in plan.params.items() if name.endswith("xpath_unitseq2_inner.weight"))
+    assert inner.op == "gather"
+    assert footprint(plan, build_on_meta(model_class, config), 4).ranks[0].weight_bytes > 0
