@@ -47,7 +47,7 @@ check: $(MARK)-dev
 	$(BIN)/lint-imports
 
 bench: $(MARK)-dev
-	$(BIN)/python benchmarks/continuous_batching.py
+	$(BIN)/python -m shoal bench offline demo --scale ci -tp 1,2
 
 clean:
 	rm -rf $(VENV)

@@ -1,4 +1,4 @@
-"""When two runs count as giving the same tokens (docs/architecture.md, "What equal means")."""
+"""When two runs count as giving the same tokens (docs/architecture.md, "What equal means"), for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-TIE = 1e-3  # two scores this close may trade places in float32
+from shoal.bench.coherence import follow, most_that_may_differ
 
 Resume = Callable[[list[int], int], list[int]]
 """The run under test: (prompt ids, how many tokens) to token ids."""
@@ -34,19 +34,19 @@ def assert_same_tokens(
     for prompt, want, have in zip(prompts, expected, got, strict=True):
         differing += _check_one(list(prompt), list(want), list(have), resume, scores)
     print(f"{differing} of {len(prompts)} requests differ")
-    assert differing <= len(prompts) / 100, f"{differing} of {len(prompts)} requests differ"
+    assert differing <= most_that_may_differ(len(prompts)), f"{differing} of {len(prompts)} requests differ"
     return differing
 
 
 def _check_one(prompt: list[int], want: list[int], have: list[int], resume: Resume, scores: Scores) -> bool:
-    start, differs = 0, False
-    while have != want[start:]:
-        assert len(have) == len(want) - start, f"{len(have)} tokens instead of {len(want) - start}"
-        at = next(i for i, pair in enumerate(zip(have, want[start:], strict=True)) if pair[0] != pair[1])
-        row = scores(prompt + want[: start + at])
-        gap = abs(float(row[have[at]] - row[want[start + at]]))
-        assert gap <= TIE, f"token {start + at}: {have[at]} instead of {want[start + at]}, {gap:.2e} apart"
-        differs = True
-        start += at + 1
-        have = resume(prompt + want[:start], len(want) - start) if start < len(want) else []
-    return differs
+    def gap(position: int, wanted: int, other: int) -> float:
+        row = scores(prompt + want[:position])
+        return abs(float(row[other] - row[wanted]))
+
+    assert len(have) == len(want), f"{len(have)} tokens instead of {len(want)}"
+    found = follow(want, have, lambda start: resume(prompt + want[:start], len(want) - start), gap)
+    for place in found:
+        assert place.is_tie, (
+            f"token {place.position}: {place.got} instead of {place.wanted}, {place.gap:.2e} apart"
+        )
+    return bool(found)

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.flags import Flag, taking
+from shoal.bench.rows import Row
+from shoal.cli.bench_options import (
+    COMM,
+    OFFLINE,
+    SERVE,
+    TP,
+    engine_arguments,
+    listed,
+    numbers,
+    peers,
+    settings,
+    shared_options,
+)
+from shoal.cli.flags import taking
 from shoal.cli.options import COMMON, JSON, set_up_logs
-from shoal.cli.output import human_bytes, print_json, print_table
-from shoal.errors import UsageError
+from shoal.cli.output import print_json
+from shoal.errors import EngineError, ShoalError, UsageError
 
-__all__ = ["app", "comm"]
+__all__ = ["app", "comm", "offline", "serve", "tp"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+_MODEL = typer.Argument(help="Hub id, folder, .gguf file or demo.", envvar="SHOAL_MODEL", metavar="MODEL")
+_NUM_PROMPTS = 32
+_LOAD = (  # options that are fields of OnlineOrder
+    "api_key",
+    "endpoint",
+    "max_tokens",
+    "ignore_eos",
+    "temperature",
+    "concurrency",
+    "request_rate",
+    "seed",
+)
 
 
 @app.callback()
@@ -22,32 +50,12 @@ def _bench() -> None:
     """Measure."""
 
 
-_COMM = (
-    Flag(name="ranks", type=int, help="Processes that take part, 2 to 8.", default="2", metavar="N"),
-    Flag(
-        name="sizes",
-        type=str,
-        help="Bytes of the tensor that comes out, by commas.",
-        default="4096,65536,1048576",
-        metavar="N,...",
-    ),
-    Flag(name="backends", type=str, help="Transports, by commas.", default="shm,gloo", metavar="NAME,..."),
-    Flag(
-        name="operations",
-        type=str,
-        help="all_reduce, all_gather, broadcast, by commas.",
-        default="all_reduce",
-        metavar="NAME,...",
-    ),
-    Flag(name="repeats", type=int, help="Calls measured of each.", default="200", metavar="N"),
-)
-
-
 @app.command()
-@taking(_COMM, JSON, COMMON)
+@taking(COMM, JSON, COMMON)
 def comm(*, options: Mapping[str, Any]) -> None:
     """Measure collectives between processes of this host: latency and bandwidth of each transport."""
     from shoal.bench.comm import Order, measure
+    from shoal.cli.bench_report import print_comm
 
     set_up_logs(options, default_level="warning")
     asked: dict[str, Any] = {name: options[name] for name in ("ranks", "repeats") if name in options}
@@ -55,37 +63,161 @@ def comm(*, options: Mapping[str, Any]) -> None:
         if name in options:
             asked[name] = tuple(options[name].split(","))
     if "sizes" in options:
-        asked["sizes"] = _numbers(options["sizes"])
-    rows = [
-        {name: getattr(row, name) for name in row.__dataclass_fields__} for row in measure(Order(**asked))
-    ]
+        asked["sizes"] = numbers(options["sizes"], "sizes")
+    rows = [asdict(row) for row in measure(Order(**asked))]
     if options.get("json"):
         print_json({"rows": rows})
-        return
-    print_table(
-        ("op", "bytes", "ranks", "backend", "median", "90%", "GB/s"),
-        [
-            (
-                row["op"],
-                human_bytes(row["bytes"]),
-                str(row["ranks"]),
-                row["backend"],
-                f"{row['median_us']:,.1f} µs",
-                f"{row['p90_us']:,.1f} µs",
-                f"{row['gbytes_per_s']:.2f}",
-            )
-            for row in rows
-        ],
+    else:
+        print_comm(rows)
+
+
+@app.command()
+@taking(OFFLINE, JSON, COMMON)
+def offline(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any]) -> None:
+    """Measure output tokens per second of whole workloads at several rank counts, and whether they compute
+    the same. Exit status 1 if they do not."""
+    from shoal.cli.bench_report import document, plot, print_rows
+
+    set_up_logs(options, default_level="warning")
+    rows, _, failure = _measured(model, options, "all")
+    if options.get("json"):
+        print_json(_document(document, model, options, rows=[row.to_dict() for row in rows]))
+    else:
+        print_rows(rows)
+    if "plot" in options:
+        plot(options["plot"], rows)
+    _raise_what_is_wrong(rows, failure)
+
+
+@app.command()
+@taking(TP, JSON, COMMON)
+def tp(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any]) -> None:
+    """Measure how speed grows with the number of ranks, threads per rank fixed."""
+    from shoal.bench.tp import DEFAULT_WORKLOADS, scaling
+    from shoal.cli.bench_report import document, plot, print_scaling
+
+    set_up_logs(options, default_level="warning")
+    options = {"scale": "full", **options}
+    rows, ranks, failure = _measured(model, options, ",".join(DEFAULT_WORKLOADS))
+    threads = settings(options)[0][0].options["num_threads"]
+    lines = list(scaling(rows, ranks, threads))
+    if options.get("json"):
+        print_json(_document(document, model, options, rows=[asdict(line) for line in lines]))
+    else:
+        print_scaling(lines)
+    if "plot" in options:
+        plot(options["plot"], rows)
+    _raise_what_is_wrong(rows, failure)
+
+
+def _measured(
+    model: str, options: Mapping[str, Any], workloads: str
+) -> tuple[list[Row], tuple[int, ...], ShoalError | None]:
+    """The rows, each also said on stderr when it is there; the rank counts; and what ended the measurement
+    early, if rows had been measured by then: hours of them may have been."""
+    from shoal.bench.offline import Order, measure
+    from shoal.bench.plot import check_can_plot
+    from shoal.bench.subject import load_subject
+    from shoal.bench.workloads import Scale, named
+    from shoal.cli.bench_report import row_line
+
+    if "plot" in options:
+        check_can_plot(options["plot"])
+    ours, ranks, threads = settings(options)
+    chosen = named(listed(options, "workload", workloads))
+    scale = Scale.parse(options.get("scale", "ci"))
+    shared = shared_options(model, options)
+    subject, path = load_subject(shared)
+    order = Order(
+        workloads=chosen,
+        settings=ours,
+        options=shared,
+        scale=scale,
+        repeats=options.get("repeats", 3),
+        peers=peers(options, path, threads, subject.max_model_len),
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers by commas.
-
-    Raises:
-        UsageError: something else is among them.
-    """
+    rows: list[Row] = []
     try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UsageError(f"sizes: whole numbers by commas, got {text!r}", field="sizes") from error
+        for row in measure(order, subject):
+            typer.echo(row_line(row), err=True)
+            rows.append(row)
+    except ShoalError as error:
+        if not rows:
+            raise
+        return rows, ranks, error
+    return rows, ranks, None
+
+
+def _document(document: Any, model: str, options: Mapping[str, Any], **further: Any) -> dict[str, Any]:
+    from shoal.bench.subject import machine
+
+    facts = {
+        "model": model,
+        "scale": options.get("scale", "ci"),
+        "repeats": options.get("repeats", 3),
+        "settings": [asdict(setting) for setting in settings(options)[0]],
+    }
+    found: dict[str, Any] = document(machine(), **facts, **further)
+    return found
+
+
+def _raise_what_is_wrong(rows: list[Row], failure: ShoalError | None) -> None:
+    """Raises:
+    ShoalError: what ended the measurement early.
+    EngineError: a row is incoherent.
+    """
+    if failure is not None:
+        raise failure
+    wrong = [row.workload.name for row in rows if not row.is_coherent]
+    if wrong:
+        raise EngineError(f"not the same computation: {', '.join(wrong)}")
+
+
+@app.command()
+@taking(SERVE, JSON, COMMON)
+def serve(
+    more: Annotated[
+        list[str] | None, typer.Argument(help="Further targets of --goodput.", metavar="[METRIC:MS]...")
+    ] = None,
+    *,
+    options: Mapping[str, Any],
+) -> None:
+    """Measure a server's latencies under load: time to first token, between tokens, to the end."""
+    from shoal.bench.latency import parse_targets
+    from shoal.bench.online import OnlineOrder, measure_online
+    from shoal.bench.prompts import questions
+    from shoal.cli.bench_report import document, print_latencies
+
+    set_up_logs(options, default_level="warning")
+    if ("url" in options) == ("model" in options):
+        raise UsageError("url: name a server that runs by --url, or a model to serve by --model", field="url")
+    if more and not options.get("goodput"):
+        raise UsageError(f"{more[0]}: belongs behind --goodput", field="goodput")
+    targets = parse_targets([*options.get("goodput", ()), *(more or ())])
+    count = options.get("num_prompts", _NUM_PROMPTS)
+    known = [f"Question: {q['question']}\nAnswer:" for q in questions()]
+    # Beyond the known questions they come again, each with a beginning of its own: no prefix cache helps.
+    prompts = [f"({i}) {known[i % len(known)]}" for i in range(count)]
+    further = {name: options[name] for name in _LOAD if name in options}
+    called = options.get("served_model_name")
+    with _server(options) as url:
+        order = OnlineOrder(url=url, prompts=prompts, model=called, targets=targets, **further)
+        summary = measure_online(order)
+    if options.get("json"):
+        from shoal.bench.subject import machine
+
+        print_json(document(machine(), summary=summary.to_dict()))
+    else:
+        print_latencies(summary)
+
+
+@contextmanager
+def _server(options: Mapping[str, Any]) -> Iterator[str]:
+    """The URL that is asked for, or of a server started for the time."""
+    if "url" in options:
+        yield options["url"]
+        return
+    from shoal.bench.server_process import serving
+
+    with serving(options["model"], engine_arguments(options)) as url:
+        yield url

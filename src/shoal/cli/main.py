@@ -29,7 +29,7 @@ COMMANDS = {
     "serve": "Serve a model to OpenAI's clients.",
     "generate": "Complete prompts offline.",
     "plan": "Show what of a model is split how, why, and the bytes per rank.",
-    "bench": "Measure: collectives between ranks.",
+    "bench": "Measure: workloads, a server under load, scaling, collectives.",
     "info": "Show devices, memory, the attention kernel and why, versions.",
     "pull": "Fetch a model.",
 }

@@ -22,6 +22,8 @@ __all__ = [
     "write_whole",
 ]
 
+_WIDEST = 500  # columns of a table that no terminal bounds
+
 
 def print_json(document: Any) -> None:
     """One JSON document on stdout."""
@@ -37,14 +39,17 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on stdout, for people."""
+    """A table on stdout, for people: as wide as a terminal, or as it needs to be in a file."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDEST)
+    console.print(table)
 
 
 def to_jsonl(rows: Iterable[Any]) -> list[str]:

@@ -3,8 +3,8 @@
 A tokenizer's text is not the sum of its tokens' texts: a character may be several byte tokens, the
 first word loses its space. So a short window of tokens is decoded, and what is new beyond the
 characters already given is given (the method of text-generation-inference and vLLM, with the window's
-start moved to the last clean boundary). Each token costs two decodes of a few tokens, however long the
-text is.
+start moved to the last clean boundary). Each token costs one decode of a few tokens, or two, however long
+the text is.
 
 The pieces add up to ``tokenizer.decode(all ids, clean_up_tokenization_spaces=False)``. Exceptions, all
 where a decoder goes back on text it has shown: with byte fallback (Llama 2), a run of byte tokens that
@@ -39,13 +39,32 @@ class Detokeniser:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._ignored = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._num_known = tokenizer.num_known
+        self._joiner = tokenizer.word_joiner
+        self._unfinished = ("\ufffd", self._joiner) if self._joiner else ("\ufffd",)  # ends of text to look at
         self._window: list[int] = []  # the last tokens given out, then those pending
         self._num_given = 0  # characters of the window's text already given out
         self._num_pending = 0  # tokens at the window's end whose text is not given out
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens; returns the text that became final, never part of a character."""
-        return "".join([self._push_one(token) for token in token_ids])
+        return "".join([self.push_one(token) for token in token_ids])
+
+    def push_one(self, token: int) -> str:
+        """The same for one token."""
+        if token in self._ignored or not 0 <= token < self._num_known:
+            return ""  # leaves no text, now or later
+        self._window.append(token)
+        self._num_pending += 1
+        text = self._decode()
+        held = self._num_unfinished(text) if text.endswith(self._unfinished) else 0
+        must_move = self._num_pending > _MOST_PENDING
+        if held and not must_move:
+            return ""
+        new = text[self._num_given : len(text) - held]
+        if new or must_move:
+            self._move_window(held)
+        return new
 
     def finish(self) -> str:
         """The rest of the text, with U+FFFD for what stayed incomplete. Nothing may be pushed after."""
@@ -56,31 +75,19 @@ class Detokeniser:
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)
 
-    def _push_one(self, token: int) -> str:
-        if token in self._ignored or not 0 <= token < self._tokenizer.num_known:
-            return ""  # leaves no text, now or later
-        self._window.append(token)
-        self._num_pending += 1
-        text = self._decode()
-        held = self._num_unfinished(text)
-        must_move = self._num_pending > _MOST_PENDING
-        if held and not must_move:
-            return ""
-        new = text[self._num_given : len(text) - held]
-        if new or must_move:
-            self._move_window(held)
-        return new
-
     def _num_unfinished(self, text: str) -> int:
-        """How many characters at the end of ``text`` a next token may still change."""
+        """How many characters at the end of ``text``, which is one of an unfinished, a token may change."""
         num_broken = len(text) - len(text.rstrip("\ufffd"))
-        joiner = self._tokenizer.word_joiner
-        if not num_broken and joiner and text.endswith(joiner):
-            return len(joiner)
+        if not num_broken:
+            return len(self._joiner)
         return min(num_broken, _MOST_HELD)
 
     def _move_window(self, held: int) -> None:
         """Forget tokens that decoding the next ones does not need; ``held`` characters stay to give."""
         self._window = self._window[-_KEPT if held else -self._num_pending :]
-        self._num_given = max(len(self._decode()) - held, 0)
+        if len(self._window) == 1:
+            length = self._tokenizer.length_alone(self._window[0], self._skip_special_tokens)
+        else:
+            length = len(self._decode())
+        self._num_given = max(length - held, 0)
         self._num_pending = 0

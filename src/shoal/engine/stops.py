@@ -115,7 +115,7 @@ class BranchText:
         assert not self._is_stopped, "pushed after a stop string"
         pieces = []
         for number, token in enumerate(token_ids, num_output - len(token_ids) + 1):
-            text = self._detokeniser.push((token,))
+            text = self._detokeniser.push_one(token)
             self.num_tokens += 1
             piece, stop = self._finder.push(text, may_stop=number > self._min_tokens)
             pieces.append(piece)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Tokenizer:
         self._backend = backend
         self._vocab_size = vocab_size
         self._token_texts: dict[int, str] = {}
+        self._lengths: tuple[dict[int, int], dict[int, int]] = ({}, {})  # special tokens kept, and skipped
 
     @classmethod
     def load(cls, folder: str | Path, trust_remote_code: bool = False, *, vocab_size: int) -> Tokenizer:
@@ -176,11 +177,34 @@ class Tokenizer:
         """The text of ``ids``, spaces left as they are. Ids the tokenizer does not know have no text."""
         if self._backend is None:
             return ""
-        known = [i for i in ids if 0 <= i < self.num_known]
-        text: str = self._backend.decode(
-            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        known = self.num_known
+        return self._decode_known([i for i in ids if 0 <= i < known], skip_special_tokens)
+
+    @cached_property
+    def _decode_known(self) -> Callable[[list[int], bool], str]:
+        """Decodes known ids, spaces left as they are.
+
+        What transformers wraps around the tokenizers library takes ten times as long as the library does for
+        a token or two, so it is left out where the tokenizer's class adds nothing of its own.
+        """
+        backend = self._backend
+        if hasattr(backend, "backend_tokenizer"):
+            from transformers import PreTrainedTokenizerFast as Plain  # it is loaded: the tokenizer is its
+
+            kind, raw = type(backend), backend.backend_tokenizer
+            if kind.decode is Plain.decode and kind._decode is Plain._decode:
+                return lambda ids, skip: raw.decode(ids, skip_special_tokens=skip)  # type: ignore[no-any-return]
+        return lambda ids, skip: backend.decode(  # type: ignore[no-any-return,union-attr]
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
-        return text
+
+    def length_alone(self, token_id: int, skip_special_tokens: bool) -> int:
+        """Characters of one token decoded alone; kept, since it is asked for with every token of a text."""
+        lengths = self._lengths[skip_special_tokens]
+        length = lengths.get(token_id)
+        if length is None:
+            length = lengths[token_id] = len(self.decode((token_id,), skip_special_tokens))
+        return length
 
     def decode_token(self, token_id: int) -> str:
         """What one token adds to running text, for logprobs; U+FFFD for part of a character.

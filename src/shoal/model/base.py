@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shoal.attention.base import KVShape, LayerPages
+from shoal.attention.base import AttentionBatch, KVShape, LayerPages
 
 __all__ = ["Ragged", "Row", "ServedModel"]
 
@@ -41,6 +41,7 @@ class Ragged:
     rows: Sequence[Row]
     wanted: torch.Tensor  # [R] int64: tokens whose logits are wanted
     block_size: int
+    attention: AttentionBatch | None = None  # the same rows for a paged kernel; None: not laid out yet
 
 
 class ServedModel(Protocol):

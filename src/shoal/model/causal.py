@@ -55,6 +55,8 @@ class Caller:
 
 def attention_batch(batch: Ragged) -> AttentionBatch:
     """The batch as a paged kernel wants it."""
+    if batch.attention is not None:
+        return batch.attention
     singles = sum(row.count == 1 for row in batch.rows)
     decode = None
     if singles:

@@ -17,7 +17,7 @@ from shoal.model.base import Ragged, Row, ServedModel
 from shoal.model.build import model_length
 from shoal.model.causal import Caller, PaddedCausal, PagedCausal
 
-__all__ = ["Chosen", "Fuse", "FusedModel", "ragged", "serve_causal", "tolerance"]
+__all__ = ["Chosen", "Fuse", "FusedModel", "Pack", "PackedModel", "ragged", "serve_causal", "tolerance"]
 
 _BLOCK_SIZE = 4  # of the self-check's own pages: small, so that a dozen tokens cross blocks
 _LENGTHS = (11, 6)  # of its prompts, where the model takes so many positions
@@ -37,6 +37,11 @@ class FusedModel(ServedModel, Protocol):
         ...
 
     @property
+    def packed_bytes(self) -> int:
+        """Bytes of weights that are held packed."""
+        ...
+
+    @property
     def is_rounded(self) -> bool:
         """Whether its weights are other ones on purpose: then its logits are reported, not held to."""
         ...
@@ -46,7 +51,41 @@ class FusedModel(ServedModel, Protocol):
         ...
 
 
+class PackedModel(Protocol):
+    """Modules outside fused layers that compute with packed weights, and can be put back."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was packed and what not."""
+        ...
+
+    @property
+    def num_linears(self) -> int:
+        """How many linears, on every rank."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that are held packed."""
+        ...
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether :meth:`round` makes the weights other ones."""
+        ...
+
+    def round(self) -> None:
+        """Hold the weights, whole until now, in as few bits as is wanted."""
+        ...
+
+    def restore(self) -> None:
+        """Put the model's own code back."""
+        ...
+
+
 Fuse = Callable[[PreTrainedModel, PagedCausal], FusedModel]
+Pack = Callable[[PreTrainedModel, Callable[[], object]], PackedModel]
+"""Given a model, and what runs it; which is done once, before anything is replaced, or not at all."""
 
 
 class Chosen(NamedTuple):
@@ -54,6 +93,7 @@ class Chosen(NamedTuple):
 
     model: ServedModel
     notes: tuple[str, ...]
+    packed_bytes: int = 0  # of weights that modules no longer hold
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -97,12 +137,17 @@ def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def serve_causal(
-    module: PreTrainedModel, kernel: PagedKernel, device: torch.device, fuse: Fuse | None = None
+    module: PreTrainedModel,
+    kernel: PagedKernel,
+    device: torch.device,
+    fuse: Fuse | None = None,
+    pack: Pack | None = None,
 ) -> Chosen:
     """Find the way ``module`` (weights loaded, on ``device``) is served.
 
     Args:
         fuse: makes a model on the paged way deeper; None leaves it.
+        pack: packs what is then left of the model's modules, whatever the way; None leaves them.
 
     Raises:
         UnsupportedError: no way gives the model's own logits.
@@ -125,11 +170,17 @@ def serve_causal(
         model = way.of(module, kernel)
         problem = _check(model, prompts, expected, module.dtype, device)
         if problem is None:
+            packed_bytes = 0
             if fuse is not None and isinstance(model, PagedCausal):
                 deeper, said = _fused(fuse(module, model), prompts, expected, module.dtype, device)
                 notes += said
-                model = deeper or model
-            return Chosen(model, (*notes, f"served the {model.way} way"))
+                if deeper is not None:
+                    model, packed_bytes = deeper, deeper.packed_bytes
+            if pack is not None:
+                num_bytes, said = _packed(pack, module, model, prompts, expected, device)
+                notes += said
+                packed_bytes += num_bytes
+            return Chosen(model, (*notes, f"served the {model.way} way"), packed_bytes)
         notes.append(f"not {model.way}: {problem}")
     raise UnsupportedError(
         f"model: {type(module).__name__} cannot be served: {'; '.join(notes)}", field="model"
@@ -142,7 +193,7 @@ def _fused(
     expected: Sequence[torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[ServedModel | None, tuple[str, ...]]:
+) -> tuple[FusedModel | None, tuple[str, ...]]:
     """The fused model if its logits are right; else it is put back as it was, and why is said."""
     if not model.layers_fused:
         model.restore()
@@ -158,6 +209,41 @@ def _fused(
         return model, model.notes
     model.restore()
     return None, (f"not fused: {problem}",)
+
+
+def _packed(
+    pack: Pack,
+    module: PreTrainedModel,
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[torch.Tensor],
+    device: torch.device,
+) -> tuple[int, tuple[str, ...]]:
+    """Bytes of the modules packed, and what is said of them; they are put back if the logits are others."""
+
+    before: list[torch.Tensor] = []  # where fused layers' weights are rounded, not what is expected
+
+    def run() -> None:
+        for prompt in prompts:
+            every = torch.arange(len(prompt), device=device)
+            before.append(model.plain(torch.tensor(prompt, device=device), every))
+
+    packed = pack(module, run)
+    if not packed.num_linears:
+        packed.restore()
+        return 0, packed.notes
+    problem = _check(model, prompts, before, module.dtype, device)
+    if problem is not None:
+        packed.restore()
+        return 0, (f"no linear packed: {problem}",)
+    if not packed.is_rounded:
+        return packed.num_bytes, packed.notes
+    packed.round()
+    gap = _served_difference(model, prompts, expected, module.dtype, device)
+    return packed.num_bytes, (
+        *packed.notes,
+        f"with them, logits differ by {gap:.1e} from those of unrounded weights",
+    )
 
 
 def _reference(

@@ -1,66 +1,124 @@
-"""A step's integers made into a ragged batch of tensors. Knows no model and no sampling rule."""
+"""A step's integers made into a ragged batch of tensors. Knows no model and no sampling rule.
+
+All sequences together are a few arrays, each made by one numpy call: what is done sequence by sequence in
+Python is no more than reading the step's fields.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from shoal.attention.base import AttentionBatch, DecodeGroup, Prefill
 from shoal.messages import SequenceStep, Step
 from shoal.model.base import Ragged, Row
 
 __all__ = ["build_batch"]
 
 _Ints = npt.NDArray[np.int64]
+_ID_BYTES = np.dtype(np.int32).itemsize
 
 
 def build_batch(step: Step, block_size: int, device: torch.device) -> tuple[Ragged, list[SequenceStep]]:
     """The batch of a step.
 
     Returns:
-        the batch, and the sequences whose next token is sampled, in the order of its wanted rows.
+        the batch, laid out for paged attention, and the sequences whose next token is sampled, in the order
+        of its wanted rows.
     """
     ordered = sorted(step.sequences, key=_brings_many)
-    tokens = [_ints(s.token_ids) for s in ordered]
-    blocks = [_ints(s.block_ids) for s in ordered]
-    positions = [np.arange(s.start, s.start + len(t)) for s, t in zip(ordered, tokens, strict=True)]
-    slots = [b[p // block_size] * block_size + p % block_size for b, p in zip(blocks, positions, strict=True)]
-    rows, wanted, sampled = _rows(ordered, tokens, blocks, device)
+    ids = _ints([s.token_ids for s in ordered])
+    blocks = _ints([s.block_ids for s in ordered])
+    starts = np.array([s.start for s in ordered], dtype=np.int64)
+    counts = _counts([s.token_ids for s in ordered])
+    block_counts = _counts([s.block_ids for s in ordered])
+    firsts, first_blocks = counts.cumsum() - counts, block_counts.cumsum() - block_counts
+    positions = np.arange(len(ids)) + np.repeat(starts - firsts, counts)
+    slots = _slots(positions, np.repeat(first_blocks, counts), blocks, block_size)
+    block_ids = _tensor(blocks, device)
+    rows = _Rows(block_ids, *(ints.tolist() for ints in (firsts, counts, starts, first_blocks, block_counts)))
+    is_sampled = np.array([s.sampling is not None for s in ordered], dtype=bool)
+    num_single = int(np.count_nonzero(counts == 1))
+    slots_of = _tensor(slots, device)
     batch = Ragged(
-        ids=_tensor(np.concatenate(tokens), device),
-        positions=_tensor(np.concatenate(positions), device),
-        slots=_tensor(np.concatenate(slots), device),
+        ids=_tensor(ids, device),
+        positions=_tensor(positions, device),
+        slots=slots_of,
         rows=rows,
-        wanted=torch.tensor(wanted, dtype=torch.int64, device=device),
+        wanted=_tensor((firsts + counts - 1)[is_sampled], device),
         block_size=block_size,
+        attention=AttentionBatch(
+            slots_of,
+            _decode_group(blocks, block_counts[:num_single], starts[:num_single] + 1, device),
+            [Prefill(r.first, r.first + r.count, r.block_ids, r.length) for r in rows[num_single:]],
+        ),
     )
-    return batch, sampled
+    return batch, [s for s in ordered if s.sampling is not None]
 
 
 def _brings_many(sequence: SequenceStep) -> bool:
-    return len(sequence.token_ids) > 4
+    return len(sequence.token_ids) > _ID_BYTES
 
 
-def _rows(
-    ordered: Sequence[SequenceStep], tokens: Sequence[_Ints], blocks: Sequence[_Ints], device: torch.device
-) -> tuple[list[Row], list[int], list[SequenceStep]]:
-    rows: list[Row] = []
-    wanted: list[int] = []
-    sampled: list[SequenceStep] = []
-    first = 0
-    for sequence, ids, block_ids in zip(ordered, tokens, blocks, strict=True):
-        rows.append(Row(first, len(ids), sequence.start, _tensor(block_ids, device)))
-        first += len(ids)
-        if sequence.sampling is not None:
-            wanted.append(first - 1)
-            sampled.append(sequence)
-    return rows, wanted, sampled
+def _slots(positions: _Ints, first_blocks: _Ints, blocks: _Ints, block_size: int) -> _Ints:
+    """Where each token goes; ``first_blocks`` says where its sequence's blocks begin."""
+    index, offset = np.divmod(positions, block_size)
+    index += first_blocks
+    slots: _Ints = blocks[index] * block_size + offset
+    return slots
 
 
-def _ints(data: bytes) -> _Ints:
-    return np.frombuffer(data, dtype=np.int32).astype(np.int64)
+def _decode_group(
+    blocks: _Ints, block_counts: _Ints, lengths: _Ints, device: torch.device
+) -> DecodeGroup | None:
+    """The sequences with one token, whose blocks come first."""
+    if not len(block_counts):
+        return None
+    table = np.zeros((len(block_counts), block_counts.max()), dtype=np.int64)
+    is_block = np.arange(table.shape[1]) < block_counts[:, None]
+    table[is_block] = blocks[: block_counts.sum()]
+    return DecodeGroup(_tensor(table, device), _tensor(lengths, device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows(Sequence[Row]):
+    """Rows made when they are asked for: paged attention asks for none of those with one token."""
+
+    block_ids: torch.Tensor  # [all blocks] int64, sequence after sequence
+    firsts: list[int]
+    counts: list[int]
+    starts: list[int]
+    first_blocks: list[int]
+    block_counts: list[int]
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        first = self.first_blocks[index]
+        block_ids = self.block_ids[first : first + self.block_counts[index]]
+        return Row(self.firsts[index], self.counts[index], self.starts[index], block_ids)
+
+
+def _ints(parts: Sequence[bytes]) -> _Ints:
+    return np.frombuffer(b"".join(parts), dtype=np.int32).astype(np.int64)
+
+
+def _counts(parts: Sequence[bytes]) -> _Ints:
+    return np.array([len(part) for part in parts], dtype=np.int64) // _ID_BYTES
 
 
 def _tensor(values: _Ints, device: torch.device) -> torch.Tensor:

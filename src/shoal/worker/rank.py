@@ -39,7 +39,7 @@ from shoal.messages import (
 )
 from shoal.model.base import ServedModel
 from shoal.model.build import build_empty, causal_class, load_config, model_length
-from shoal.model.choose import Fuse, serve_causal
+from shoal.model.choose import Chosen, Fuse, Pack, serve_causal
 from shoal.plan.slices import slices, zero_names
 from shoal.plan.types import Plan
 from shoal.shard.apply import shard
@@ -99,16 +99,16 @@ class RankWorker:
         parts, zeros = slices(plan, module, start.rank), zero_names(plan, module, start.rank)
         shard(module, plan, start.rank, comm)
         kernel_name, kernel = self._choose_kernel(config, device)  # a compiler's memory is no weight's
-        fuse = self._fuse(kernel, config)
+        fuse, pack = self._deeper(kernel, config)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         with CheckpointReader(path) as reader:
             loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report, zeros)
         load_peak = used_since("cpu", peak_before)
-        chosen = self._serve(module, kernel, fuse)
-        if config.quantization is not None and chosen[-1] != _FUSED:
+        chosen = self._serve(module, kernel, fuse, pack)
+        if config.quantization is not None and not chosen.packed_bytes:
             raise UnsupportedError(
-                f"quantization: no layer can be held in {config.quantization}: {'; '.join(chosen)}",
+                f"quantization: nothing can be held in {config.quantization}: {'; '.join(chosen.notes)}",
                 field="quantization",
             )
         length = min(config.max_model_len or 1 << 30, model_length(hf_config) or 1 << 30)
@@ -117,16 +117,16 @@ class RankWorker:
         )
         return RankReport(
             rank=start.rank,
-            weight_bytes=weight_bytes(module) + getattr(self._model, "packed_bytes", 0),
+            weight_bytes=weight_bytes(module) + chosen.packed_bytes,
             bytes_read=loaded.bytes_read,
             load_s=time.perf_counter() - started,
             kv_bytes_per_token=sum(s.bytes_per_token(self._dtype.itemsize) for s in self._model_().kv_shapes),
             kv_budget_bytes=budget,
             private_growth_bytes=process_private_bytes() - self._private_before,
             peak_growth_bytes=load_peak,
-            attention=kernel_name if chosen[-1] in (_PAGED, _FUSED) else "the model's own",
+            attention=kernel_name if chosen.notes[-1] in (_PAGED, _FUSED) else "the model's own",
             dtype=dtype.name,
-            notes=(dtype.reason, *chosen),
+            notes=(dtype.reason, *chosen.notes),
         )
 
     def allocate(self, message: AllocateKV) -> RankReady:
@@ -193,13 +193,16 @@ class RankWorker:
         return name, maker.make(name)
 
     @torch.inference_mode()
-    def _serve(self, module: PreTrainedModel, kernel: PagedKernel, fuse: Fuse | None) -> tuple[str, ...]:
-        chosen = serve_causal(module, kernel, self._device_().torch_device, fuse)
+    def _serve(
+        self, module: PreTrainedModel, kernel: PagedKernel, fuse: Fuse | None, pack: Pack | None
+    ) -> Chosen:
+        chosen = serve_causal(module, kernel, self._device_().torch_device, fuse, pack)
         self._model = chosen.model
-        return chosen.notes
+        return chosen
 
-    def _fuse(self, kernel: PagedKernel, config: EngineConfig) -> Fuse | None:
-        """What puts CPU kernels in the place of the model's layers, if they are wanted and can be had.
+    def _deeper(self, kernel: PagedKernel, config: EngineConfig) -> tuple[Fuse | None, Pack | None]:
+        """What puts CPU kernels in the place of the model's layers, and of what is left of its modules, if
+        they are wanted and can be had.
 
         Raises:
             UnsupportedError: they cannot, and quantised weights are for them alone.
@@ -211,14 +214,18 @@ class RankWorker:
                     "float32 or bfloat16, the cpu_paged attention kernel, and cpu_kernels not off",
                     field="quantization",
                 )
-            return None
+            return None, None
         from shoal.attention.cpu import CpuPaged
+        from shoal.fuse.modules import pack_modules
         from shoal.model.fused import FusedCausal
 
         comm, storage = self._comm, "bfloat16" if self._dtype is torch.bfloat16 else "float32"
         storage = config.quantization or storage
         assert comm is not None and isinstance(kernel, CpuPaged)
-        return lambda module, paged: FusedCausal(module, paged, kernel, comm, storage)
+        return (
+            lambda module, paged: FusedCausal(module, paged, kernel, comm, storage),
+            lambda module, run: pack_modules(module, run, kernel.team, comm, storage),
+        )
 
     def _budget(
         self, config: EngineConfig, device: Device, world_size: int, vocabulary: int, max_model_len: int

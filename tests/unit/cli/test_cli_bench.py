@@ -115,6 +115,15 @@ def test_what_is_not_the_same_computation_ends_with_status_1(run, toys):
     assert "error: not the same computation: few_blocks, rollouts_1024" in ended.err
 
 
+def test_rows_measured_before_a_failure_are_printed(run, toys):
+    toys.most = 2  # the second row's options are its own, and so are its engines
+    workloads = "few_blocks,gsm8k_no_fast_decode"
+    ended = run("bench", "offline", "toy", "--workload", workloads, "--repeats", "1", "--json")
+    assert ended.status == 1
+    assert [row["workload"] for row in json.loads(ended.out)["rows"]] == ["few_blocks"]
+    assert "error: a rank died" in ended.err
+
+
 def test_threads_are_per_rank_or_dealt_out_of_a_total(run, toys):
     run("bench", "offline", "toy", "--workload", "few_blocks", "-tp", "1,2,4", "--total-threads", "4")
     assert [(c.tensor_parallel_size, c.num_threads) for c in toys.opened] == [(1, 4), (2, 2), (4, 1)]
@@ -138,7 +147,9 @@ def test_tp_tells_speed_up_and_efficiency(run, toys):
     assert [(line["workload"], line["ranks"]) for line in lines] == [
         ("mixed_32", 1), ("mixed_32", 2), ("one_request", 1), ("one_request", 2),
     ]  # fmt: skip
-    assert "efficiency" in run("bench", "tp", "toy", "--repeats", "1", "--scale", "ci").out
+    out = run("bench", "tp", "toy", "--repeats", "1", "--scale", "ci").out
+    assert "efficiency" in out
+    assert "one_request, 2 ranks: first token after" in out
 
 
 @pytest.mark.parametrize(
