@@ -240,6 +240,9 @@ def _packed(
         return packed.num_bytes, packed.notes
     packed.round()
     gap = _served_difference(model, prompts, expected, module.dtype, device)
+    if gap == float("inf"):
+        packed.restore()
+        return 0, ("no linear packed: with rounded weights its logits are not finite",)
     return packed.num_bytes, (
         *packed.notes,
         f"with them, logits differ by {gap:.1e} from those of unrounded weights",
