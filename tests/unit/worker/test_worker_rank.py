@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from shoal.errors import EngineError, ModelNotFoundError, UnsupportedError
@@ -131,12 +132,34 @@ def test_rounded_weights_are_refused_where_our_kernels_do_not_compute(
     assert caught.value.field == "quantization"
 
 
-def test_rounded_weights_are_refused_where_no_layer_can_be_fused(families_path: Path) -> None:
-    load = make_load(families.save("bloom", families_path), 1, quantization="int4")
+def test_rounded_weights_are_refused_where_nothing_can_be_packed(tmp_path: Path) -> None:
+    config = transformers.BloomConfig(vocab_size=101, hidden_size=8, n_layer=2, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    load = make_load(tmp_path, 1, quantization="int4")
     worker = RankWorker()
-    with pytest.raises(UnsupportedError, match=r"no layer can be held in int4: .*served the padded way"):
+    with pytest.raises(UnsupportedError, match=r"nothing can be held in int4: .*served the padded way"):
         worker.start(make_starts(load, "")[0])
     worker.close()
+
+
+@pytest.mark.parametrize(("options", "is_packed"), [({}, True), ({"cpu_kernels": "off"}, False)])
+def test_linears_of_a_model_that_is_not_fused_are_packed_unless_kernels_are_off(
+    options: dict[str, str], is_packed: bool, families_path: Path
+) -> None:
+    load = make_load(families.save("bloom", families_path), 1, **options)
+    worker = RankWorker()
+    report = worker.start(make_starts(load, "")[0])
+    worker.allocate(AllocateKV(num_blocks=16, block_size=4))
+    model = families.build("bloom")
+    whole = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
+    assert ("8 linears packed" in report.notes) == is_packed
+    assert whole <= report.weight_bytes < (1.1 if is_packed else 1.01) * whole
+    prompt = families.prompts(1, 20)[0][:6]
+    expected = families.reference(model, prompt, 2)
+    first = worker.execute(make_step(1, (0, prompt))).tokens[0].token_id
+    second = worker.execute(make_step(2, (len(prompt), [first]))).tokens[0].token_id
+    worker.close()
+    assert [first, second] == expected
 
 
 def test_rounded_weights_are_fewer_bytes_and_the_report_says_what_they_cost(families_path: Path) -> None:
