@@ -16,6 +16,7 @@ from shoal.cli.flags import taking
 from shoal.cli.options import COMMON, ENGINE, SERVER, engine_options, set_up_logs
 from shoal.config import EngineConfig, make_config
 from shoal.engine.protocol import Frontend
+from shoal.process.heap import settle
 
 __all__ = ["app", "serve"]
 
@@ -85,6 +86,7 @@ async def _start_engine(config: EngineConfig) -> Frontend:
     # Importing torch takes seconds, during which /health must answer.
     front = await asyncio.to_thread(import_module, "shoal.engine.front")
     engine: Frontend = await front.AsyncLLM.start(config=config)
+    settle()
     return engine
 
 

@@ -40,59 +40,44 @@ class Assembly:
             the delta, and the stop string that ended the branch if one did (the scheduler does not know
             of it yet).
         """
-        branch = update.request.branch
+        request, token, reason = update.request, update.token, update.finish_reason
+        branch = request.branch
         text = self._texts[branch]
-        piece, stop = text.push(self._shown(update), update.request.num_output)
-        reason: str | None = update.finish_reason
-        stop_reason: int | str | None = update.stop_reason
-        ended_by: str | None = None
-        if stop is not None:
-            # A stop string counts before the length: the text is what was asked for.
-            ended_by = stop if reason is None else None
-            reason, stop_reason = "stop", stop
-        elif reason is not None:
-            piece += text.finish()
-        if reason is not None:
-            self._open.discard(branch)
-        delta = CompletionDelta(
-            index=branch,
-            text=piece,
-            token_ids=update.token_ids,
-            logprobs=self._logprobs(update.token),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            error=update.error,
-        )
-        return delta, ended_by
+        token_ids = [] if token is None else [token.token_id]
+        # Not shown is a token that ended the branch, unless that was asked for.
+        shown = token_ids if reason != "stop" or self._shows_stop else []
+        piece, stop = text.push(shown, request.num_output)
+        delta = CompletionDelta(branch, piece, token_ids)
+        if token is not None and self._wants_logprobs and token.logprob is not None:
+            delta.logprobs = [self._logprobs(token, token.logprob)]
+        if stop is None and reason is None:
+            return delta, None
+        self._open.discard(branch)
+        delta.error = update.error
+        if stop is not None:  # it counts before the length: the text is what was asked for
+            delta.finish_reason, delta.stop_reason = "stop", stop
+            return delta, stop if reason is None else None
+        delta.text += text.finish()
+        delta.finish_reason, delta.stop_reason = reason, update.stop_reason
+        return delta, None
 
     def fail(self, branch: int, error: str) -> CompletionDelta:
         """End a branch whose text cannot be made."""
         self._open.discard(branch)
         return CompletionDelta(index=branch, finish_reason="error", error=error)
 
-    def _shown(self, update: BranchUpdate) -> list[int]:
-        """The ids whose text is shown: not a token that ended the branch, unless that was asked for."""
-        if update.finish_reason == "stop" and not self._shows_stop:
-            return update.token_ids[:-1]
-        return update.token_ids
-
     def delta(self, outputs: list[CompletionDelta]) -> RequestDelta:
         """The request's delta around its branches'."""
+        leader = self._leader
         return RequestDelta(
-            request_id=self._request_id,
-            outputs=outputs,
-            finished=self.is_finished,
-            num_prompt_tokens=self._leader.num_prompt,
-            num_cached_tokens=self._leader.num_cached or 0,
+            self._request_id, outputs, not self._open, leader.num_prompt, leader.num_cached or 0
         )
 
-    def _logprobs(self, token: TokenResult | None) -> list[dict[int, TokenLogprob]] | None:
+    def _logprobs(self, token: TokenResult, chosen: float) -> dict[int, TokenLogprob]:
         """The chosen token first, then the most likely ones in order."""
-        if token is None or not self._wants_logprobs or token.logprob is None:
-            return None
         decode = self._tokenizer.decode_token
-        entries = {token.token_id: TokenLogprob(token.logprob, token.rank, decode(token.token_id))}
+        entries = {token.token_id: TokenLogprob(chosen, token.rank, decode(token.token_id))}
         pairs = zip(token.top_ids, token.top_logprobs, strict=True)
         for place, (token_id, logprob) in enumerate(pairs, start=1):
             entries.setdefault(token_id, TokenLogprob(logprob, place, decode(token_id)))
-        return [entries]
+        return entries

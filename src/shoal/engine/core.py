@@ -134,7 +134,12 @@ class EngineCore:
     def _deltas(self, updates: Sequence[BranchUpdate]) -> list[RequestDelta]:
         by_request: dict[str, list[BranchUpdate]] = {}
         for update in updates:
-            by_request.setdefault(update.request.request_id, []).append(update)
+            request_id = update.request.request_id
+            own = by_request.get(request_id)
+            if own is None:
+                by_request[request_id] = [update]
+            else:
+                own.append(update)
         return [self._delta(request_id, own) for request_id, own in by_request.items()]
 
     def _delta(self, request_id: str, updates: Sequence[BranchUpdate]) -> RequestDelta:

@@ -41,7 +41,8 @@ class Detokeniser:
         self._ignored = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._num_known = tokenizer.num_known
         self._joiner = tokenizer.word_joiner
-        self._unfinished = ("\ufffd", self._joiner) if self._joiner else ("\ufffd",)  # ends of text to look at
+        # Text that ends in none of these is finished, and needs no second look.
+        self._unfinished = ("\ufffd", self._joiner) if self._joiner else ("\ufffd",)
         self._window: list[int] = []  # the last tokens given out, then those pending
         self._num_given = 0  # characters of the window's text already given out
         self._num_pending = 0  # tokens at the window's end whose text is not given out
@@ -76,7 +77,7 @@ class Detokeniser:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)
 
     def _num_unfinished(self, text: str) -> int:
-        """How many characters at the end of ``text``, which is one of an unfinished, a token may change."""
+        """How many characters at the end of ``text``, which looks unfinished, a next token may change."""
         num_broken = len(text) - len(text.rstrip("\ufffd"))
         if not num_broken:
             return len(self._joiner)

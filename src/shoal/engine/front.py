@@ -15,6 +15,7 @@ from shoal.config import EngineConfig, make_config
 from shoal.engine.core import EngineCore
 from shoal.engine.launch import launch
 from shoal.engine.loop import EngineLoop
+from shoal.engine.mailbox import Mailbox
 from shoal.engine.outputs import RequestDelta, RequestOutput
 from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
 from shoal.engine.results import Collector
@@ -61,7 +62,8 @@ class AsyncLLM:
     def _open(self, core: EngineCore) -> None:
         self._info = core.info
         self._tokenizer = core.tokenizer
-        self._loop = EngineLoop(core)
+        self._mailbox: Mailbox[RequestDelta | ShoalError | None] = Mailbox()
+        self._loop = EngineLoop(core, self._mailbox.flush)
         self._draining = False
         # A front that is dropped, or alive when the program ends, takes its thread and its ranks along.
         weakref.finalize(self, self._loop.stop)
@@ -141,11 +143,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestDelta, None]:
         if self._draining:
             raise EngineDeadError("the engine is shutting down")
-        events = asyncio.get_running_loop()
+        events, post = asyncio.get_running_loop(), self._mailbox.post
         arrived: asyncio.Queue[RequestDelta | ShoalError | None] = asyncio.Queue()
 
         def sink(item: RequestDelta | ShoalError | None) -> None:
-            events.call_soon_threadsafe(arrived.put_nowait, item)
+            post(events, arrived, item)
 
         self._loop.submit(request_id, prompt_ids, params, sink)
         finished = False

@@ -95,6 +95,7 @@ class BranchText:
             raise RequestError("stop: this model has no tokenizer, so no text; use stop_token_ids", "stop")
         self._detokeniser = Detokeniser(tokenizer, params.skip_special_tokens)
         self._finder = StopFinder(stops, params.include_stop_str_in_output)
+        self._has_stops = bool(stops)
         self._min_tokens = params.min_tokens
         self._is_stopped = False
         self.num_tokens = 0  # taken in, up to and including the one that completed a stop string
@@ -113,6 +114,9 @@ class BranchText:
             nothing more may be pushed.
         """
         assert not self._is_stopped, "pushed after a stop string"
+        if not self._has_stops:
+            self.num_tokens += len(token_ids)
+            return self._detokeniser.push(token_ids), None
         pieces = []
         for number, token in enumerate(token_ids, num_output - len(token_ids) + 1):
             text = self._detokeniser.push_one(token)

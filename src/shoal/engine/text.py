@@ -187,14 +187,14 @@ class Tokenizer:
         What transformers wraps around the tokenizers library takes ten times as long as the library does for
         a token or two, so it is left out where the tokenizer's class adds nothing of its own.
         """
-        backend = self._backend
+        backend: Any = self._backend
         if hasattr(backend, "backend_tokenizer"):
             from transformers import PreTrainedTokenizerFast as Plain  # it is loaded: the tokenizer is its
 
             kind, raw = type(backend), backend.backend_tokenizer
             if kind.decode is Plain.decode and kind._decode is Plain._decode:
-                return lambda ids, skip: raw.decode(ids, skip_special_tokens=skip)  # type: ignore[no-any-return]
-        return lambda ids, skip: backend.decode(  # type: ignore[no-any-return,union-attr]
+                return lambda ids, skip: raw.decode(ids, skip_special_tokens=skip)
+        return lambda ids, skip: backend.decode(
             ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
 

@@ -16,10 +16,11 @@ def main() -> None:
     channel_fd, life_fd = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(life_fd)
     # Only now: importing torch takes seconds, in which the parent may die.
+    from shoal.process.heap import settle
     from shoal.worker.channel import Channel
     from shoal.worker.serve import serve
 
-    serve(Channel(socket.socket(fileno=channel_fd)))
+    serve(Channel(socket.socket(fileno=channel_fd)), on_ready=settle)
 
 
 if __name__ == "__main__":

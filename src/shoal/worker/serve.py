@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections.abc import Callable
 
 from shoal.checkpoint.progress import Report
 from shoal.errors import UsageError
-from shoal.messages import AllocateKV, Failure, LoadProgress, Message, Shutdown, Start, Step
+from shoal.messages import AllocateKV, Failure, LoadProgress, Message, RankReady, Shutdown, Start, Step
 from shoal.worker.channel import Channel
 from shoal.worker.rank import RankWorker
 
 __all__ = ["serve"]
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, on_ready: Callable[[], None] = lambda: None) -> None:
     """Answer messages until a shutdown, a closed channel, or a failure.
 
     A failure is reported and ends the rank: its peers may hang in a collective, so the group is lost
     and the executor starts a new one.
+
+    Args:
+        on_ready: called once all is loaded and made, before that is answered: steps come next.
     """
     worker = RankWorker()
     rank = -1
@@ -32,7 +36,10 @@ def serve(channel: Channel) -> None:
                 return
             if isinstance(message, Start):
                 rank = message.rank
-            channel.send(_answer(worker, message, channel))
+            answer = _answer(worker, message, channel)
+            if isinstance(answer, RankReady):
+                on_ready()
+            channel.send(answer)
     except Exception as error:  # the process boundary: everything is reported to the engine, then it ends
         with contextlib.suppress(OSError):  # nobody is left to report to
             channel.send(_failure(rank, error))

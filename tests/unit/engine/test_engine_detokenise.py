@@ -156,6 +156,25 @@ def test_a_token_costs_the_same_however_long_the_text_is(
     assert len(widths) <= 2 * 2000 and max(widths, default=0) <= 40
 
 
+def test_ordinary_text_costs_a_decode_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = engine_tokenizers.make("byte_level")
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 5)
+    num_decodes = 0
+    decode = tokenizer.decode
+
+    def counting(window: list[int], skip: bool) -> str:
+        nonlocal num_decodes
+        num_decodes += 1
+        return decode(window, skip)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    Detokeniser(tokenizer, False).push(ids)
+    assert num_decodes == len(ids) + len(set(ids)), "and each token once alone"
+    num_decodes = 0
+    Detokeniser(tokenizer, False).push(ids)
+    assert num_decodes == len(ids)
+
+
 def test_special_tokens_leave_text_only_if_kept() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("a<|end|>b")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import shoal.engine.loop as module
 from shoal.engine.loop import EngineLoop
 from shoal.engine.outputs import RequestDelta
 from shoal.errors import EngineDeadError, EngineError, RankError, RequestError
@@ -247,3 +248,59 @@ def test_many_threads_submit_and_abort_at_once(loop: EngineLoop) -> None:
     assert loop.drain(10)
     submit(loop, "a", SamplingParams(max_tokens=1)).text()
     assert loop.stats().kv_cache_usage == 0
+
+
+def test_sinks_are_flushed_once_a_step_after_all_of_them(executor: CountingExecutor) -> None:
+    told: list[str] = []
+    ended = threading.Event()
+    gate = executor.before = Gate()
+
+    def flush() -> None:
+        told.append("flush")
+        if told.count("end") == 4:
+            ended.set()
+
+    def sink(item: Any) -> None:
+        told.append("end" if item is not None and item.finished else "more")
+
+    running = EngineLoop(make_core(executor), flush)
+    running.submit("first", [97], SamplingParams(max_tokens=3), sink)
+    gate.wait_entered()
+    for name in "abc":
+        running.submit(name, [97], SamplingParams(max_tokens=2), sink)
+    gate.open()
+    assert ended.wait(10)
+    running.stop()
+    taken_in, *later = "".join(word[0] for word in told).split("f")
+    assert taken_in == "m"
+    # The first one's token; the three taken in; two steps of all four, in the last of which all end.
+    assert later[:4] == ["m", "mmm", "mmmm", "eeee"] and not any(later[4:])
+
+
+def test_those_who_run_do_not_wait_for_all_who_arrive(
+    executor: CountingExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_COMMANDS", 2)
+    gate, told = Gate(), []
+    ended = threading.Semaphore(0)
+
+    def before() -> None:
+        gate()
+        told.append("step")
+
+    def sink(item: Any) -> None:
+        if item is None:
+            told.append("taken")
+        elif item.finished:
+            ended.release()
+
+    executor.before = before
+    running = EngineLoop(make_core(executor))
+    for name in "abcdef":
+        running.submit(name, [97], SamplingParams(max_tokens=9), sink)
+        if name == "a":
+            gate.wait_entered()
+    gate.open()
+    assert all(ended.acquire(timeout=10) for _ in "abcdef")
+    running.stop()
+    assert told[:9] == ["taken", "step", "taken", "taken", "step", "taken", "taken", "step", "taken"]

@@ -41,6 +41,21 @@ def test_a_long_text_is_encoded_without_a_warning(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", [*KINDS, "stripped", "joined"])
+def test_decoding_is_transformers_own(kind: str, skip: bool) -> None:
+    """Also where a tokenizer's class decodes in its own way."""
+    theirs, ours = engine_tokenizers.backend(kind), engine_tokenizers.make(kind)
+    for line in engine_tokenizers.LINES:
+        ids = ours.encode(" " + line + "<|end|> ")
+        for window in (ids, ids[:1], ids[1:3], ids[-2:], []):
+            whole = theirs.decode(window, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(window, skip) == whole
+            assert [ours.length_alone(i, skip) for i in window] == [
+                len(ours.decode([i], skip)) for i in window
+            ]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoded_tokens_are_what_they_add_to_running_text(kind: str) -> None:
     tokenizer = engine_tokenizers.make(kind)

@@ -90,6 +90,32 @@ def test_all_greedy_is_argmax_with_the_lowest_id_among_equals() -> None:
     assert tokens_of(sample(scores, sequences)) == [0, 500, 999]
 
 
+def test_greedy_rows_as_they_are_and_edited_and_drawn_ones_do_not_disturb_each_other() -> None:
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logit_bias": {3: 100.0}},
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 0.0},
+    ]
+    scores = logits(4)
+    sequences = [reference.make_sequence(row, **wish) for row, wish in enumerate(wishes)]
+    found = tokens_of(sample(scores, sequences))
+    best = scores.argmax(dim=-1).tolist()
+    assert [found[0], found[1], found[3]] == [best[0], 3, best[3]]
+    assert found[2] in scores[2].topk(5).indices.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 77, 998])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_logit_is_found_wherever_it_is(bad: float, place: int) -> None:
+    scores = torch.zeros(3, 999)
+    scores[:, 500] = 1.0
+    scores[1, place] = bad
+    results = sample(scores, [reference.make_sequence(row, temperature=0.0) for row in range(3)])
+    assert [result.error is not None for result in results] == [False, True, False]
+    assert [results[0].token_id, results[2].token_id] == [500, 500]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_float_dtype_is_taken_and_left_unchanged(dtype: torch.dtype) -> None:
     scores = logits(4).to(dtype)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
+import pytest
 import torch
 
 from shoal.messages import SamplingSpec, SequenceStep, Step, pack_ids
+from shoal.model.causal import attention_batch
 from shoal.worker.inputs import build_batch
 
 GREEDY = SamplingSpec(temperature=0.0)
@@ -30,3 +35,68 @@ def test_single_tokens_come_first_and_slots_follow_the_block_tables() -> None:
     ]
     assert batch.wanted.tolist() == [0, 5], "the last token of each sequence that samples"
     assert [sequence.sequence_id for sequence in sampled] == [8, 9]
+
+
+def random_step(seed: int, num_sequences: int, most_tokens: int) -> Step:
+    """Sequences of any kind in any order, each with blocks enough and sometimes more."""
+    draw = random.Random(seed)
+    sequences = []
+    for number in range(num_sequences):
+        start, count = draw.randrange(40), draw.randint(1, most_tokens)
+        num_blocks = -(-(start + count) // 4) + draw.randrange(2)
+        sequences.append(
+            SequenceStep(
+                sequence_id=number,
+                start=start,
+                token_ids=pack_ids(draw.randrange(1000) for _ in range(count)),
+                block_ids=pack_ids(draw.sample(range(10_000), num_blocks)),
+                sampling=draw.choice([GREEDY, None]),
+            )
+        )
+    return Step(step_id=0, sequences=tuple(sequences))
+
+
+@pytest.mark.parametrize("most_tokens", [1, 2, 9])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_layout_for_attention_is_that_of_the_rows_one_by_one(seed: int, most_tokens: int) -> None:
+    batch, _ = build_batch(random_step(seed, 12, most_tokens), block_size=4, device=torch.device("cpu"))
+    ours = attention_batch(batch)
+    theirs = attention_batch(dataclasses.replace(batch, rows=list(batch.rows), attention=None))
+    assert ours is batch.attention and ours.slots.tolist() == theirs.slots.tolist()
+    assert (ours.decode is None) == (theirs.decode is None)
+    if ours.decode is not None and theirs.decode is not None:
+        assert ours.decode.block_table.tolist() == theirs.decode.block_table.tolist()
+        assert ours.decode.lengths.tolist() == theirs.decode.lengths.tolist()
+    assert [(p.start, p.stop, p.block_ids.tolist(), p.length) for p in ours.prefills] == [
+        (p.start, p.stop, p.block_ids.tolist(), p.length) for p in theirs.prefills
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_row_has_its_sequences_tokens_and_blocks(seed: int) -> None:
+    step = random_step(seed, 9, 5)
+    batch, _ = build_batch(step, block_size=4, device=torch.device("cpu"))
+    found = sorted(
+        (
+            pack_ids(batch.ids[row.first : row.first + row.count].tolist()),
+            row.start,
+            pack_ids(row.block_ids.tolist()),
+        )
+        for row in batch.rows
+    )
+    assert found == sorted((s.token_ids, s.start, s.block_ids) for s in step.sequences)
+    for row in batch.rows:
+        positions = range(row.start, row.length)
+        blocks = row.block_ids.tolist()
+        slots = [blocks[position // 4] * 4 + position % 4 for position in positions]
+        assert batch.slots[row.first : row.first + row.count].tolist() == slots
+        assert batch.positions[row.first : row.first + row.count].tolist() == list(positions)
+
+
+def test_paged_attention_of_single_tokens_asks_for_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    import shoal.worker.inputs as module
+
+    made: list[int] = []
+    monkeypatch.setattr(module, "Row", lambda first, *_: made.append(first))
+    batch, _ = build_batch(random_step(0, 32, 1), block_size=4, device=torch.device("cpu"))
+    assert attention_batch(batch).decode is not None and not made

@@ -128,3 +128,24 @@ def test_a_message_no_rank_takes_is_a_failure(engine_end: Channel) -> None:
 def test_a_failure_nobody_hears_is_no_second_failure(engine_end: Channel) -> None:
     engine_end.send(Step(step_id=13, sequences=()))
     engine_end.close()
+
+
+def test_ready_is_told_before_it_is_answered_and_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Roomy(FakeWorker):
+        def allocate(self, message: AllocateKV) -> RankReady:
+            return RankReady(rank=3, kv_bytes=message.num_blocks)
+
+    monkeypatch.setattr(module, "RankWorker", Roomy)
+    ours, theirs = socket.socketpair()
+    channel, told = Channel(ours), []
+    rank = threading.Thread(target=serve, args=(Channel(theirs), lambda: told.append("ready")))
+    rank.start()
+    channel.send(Step(step_id=1, sequences=()))
+    assert channel.receive(5) == StepResult(step_id=1) and not told
+    channel.send(AllocateKV(num_blocks=7, block_size=16))
+    assert channel.receive(5) == RankReady(rank=3, kv_bytes=7) and told == ["ready"]
+    channel.send(Shutdown())
+    rank.join(10)
+    channel.close()
+    theirs.close()
+    assert not rank.is_alive()
