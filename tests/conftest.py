@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def workload() -> list[dict[str, Any]]:
     for prompt in prompts:
         prompt["expected"] = expected[str(prompt["i"])]
     return prompts
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    """The command line sets handlers and levels for its process, which here is the tests'."""
+    logs = [logging.getLogger(name) for name in ("shoal", "uvicorn")]
+    states = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
+    yield
+    for log, handlers, level, propagate in states:
+        log.handlers[:] = handlers
+        log.level, log.propagate = level, propagate
 
 
 @pytest.fixture

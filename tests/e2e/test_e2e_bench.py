@@ -18,7 +18,7 @@ from shoal.comm.simulated import SimulatedComm
 from shoal.plan.types import Plan
 from support import families
 
-pytestmark = pytest.mark.usefixtures("thread_ranks")
+pytestmark = pytest.mark.usefixtures("thread_ranks", "logging_restored")
 
 Bench = Callable[..., tuple[int, dict[str, Any]]]
 

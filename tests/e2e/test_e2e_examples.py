@@ -27,5 +27,6 @@ def test_an_example_gives_the_whole_models_tokens(name: str, launcher: list[str]
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = 1 if launcher is PLAIN else 2
-    assert done.stdout.count("the same tokens as the whole model's: True") == ranks * PROGRAMS[name]
-    assert "whole model's: False" not in done.stdout
+    # Ranks print at once, and piece by piece.
+    assert done.stdout.count("True") == ranks * PROGRAMS[name], done.stdout
+    assert "False" not in done.stdout

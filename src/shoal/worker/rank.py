@@ -216,12 +216,14 @@ class RankWorker:
                 )
             return None, None
         from shoal.attention.cpu import CpuPaged
+        from shoal.fuse.compiled import compile_jobs
         from shoal.fuse.modules import pack_modules
         from shoal.model.fused import FusedCausal
 
         comm, storage = self._comm, "bfloat16" if self._dtype is torch.bfloat16 else "float32"
         storage = config.quantization or storage
         assert comm is not None and isinstance(kernel, CpuPaged)
+        compile_jobs(storage, comm)
         return (
             lambda module, paged: FusedCausal(module, paged, kernel, comm, storage),
             lambda module, run: pack_modules(module, run, kernel.team, comm, storage),

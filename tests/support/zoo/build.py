@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers as T
 
+from shoal.plan.skeleton import building
 from support.zoo.family import Family
 
 __all__ = ["build"]
@@ -26,7 +27,7 @@ def build(family: Family, attention: str, dtype: torch.dtype, seed: int = 0) -> 
     config._attn_implementation = attention
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the one that computes in float64
-    with torch.random.fork_rng():
+    with building(), torch.random.fork_rng():  # transformers' constructors change what threads share
         torch.manual_seed(seed)
         model: Any = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed + 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -25,16 +24,10 @@ Run = Callable[..., Ended]
 
 
 @pytest.fixture(autouse=True)
-def _untouched_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _untouched_surroundings(monkeypatch: pytest.MonkeyPatch, logging_restored: None) -> None:
     for name in os.environ:
         if name.startswith("SHOAL_"):
             monkeypatch.delenv(name)
-    saved = [(name, logging.getLogger(name)) for name in ("shoal", "uvicorn")]
-    states = [(log, log.handlers[:], log.level, log.propagate) for _, log in saved]
-    yield
-    for log, handlers, level, propagate in states:
-        log.handlers[:] = handlers
-        log.level, log.propagate = level, propagate
 
 
 @pytest.fixture

@@ -115,10 +115,10 @@ def nothing_stays() -> Any:
     """Neither descriptors nor children are left by any test of this file."""
     module.open_store()  # the first store of a process leaves libuv's own pipe open for good
     process = psutil.Process()
-    before = process.num_fds()
+    before, others = process.num_fds(), set(process.children())  # other tests' ranks may live on
     yield
     assert process.num_fds() <= before
-    assert not process.children()
+    assert set(process.children()) <= others
 
 
 def test_a_process_that_cannot_be_started_takes_the_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
