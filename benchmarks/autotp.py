@@ -1,7 +1,7 @@
 """Automatic tensor parallelism in numbers, as DeepSpeed's AutoTP page gives them: ranks, memory per rank,
 the largest batch within a memory budget, and throughput per rank, for a T5 and an OPT with random weights.
 
-    python benchmarks/autotp.py [--ranks 1,2] [--families t5,opt] [--budget-gib 1.25] [--threads 2] [--json]
+    python benchmarks/autotp.py [--ranks 1,2] [--families t5,opt] [--budget-gib 1.75] [--threads 2] [--json]
 
 Each line is one ``torchrun`` of this file: every rank reads its slices of a checkpoint made for the
 occasion and all generate together. Memory is counted per rank: ``weights`` are the bytes of its tensors,
@@ -165,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--families", default="t5,opt")
-    parser.add_argument("--budget-gib", type=float, default=1.25)
+    parser.add_argument("--budget-gib", type=float, default=1.75)
     parser.add_argument("--threads", type=int, default=2, help="in all, shared by the ranks")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
