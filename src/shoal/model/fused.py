@@ -49,6 +49,12 @@ class FusedCausal:
         return self.layers.num_bytes + self.head.num_bytes
 
     @property
+    def computes_alone(self) -> bool:
+        """Whether all that is large runs in our kernels, and nothing of it in torch."""
+        layers = self.layers
+        return layers.num_fused == layers.num_layers and not layers.foreign and not self.head.problem
+
+    @property
     def layers_fused(self) -> int:
         """How many of the model's layers are."""
         return self.layers.num_fused

@@ -80,6 +80,7 @@ class RankWorker:
         self._runner: Runner | None = None
         self._private_before = 0
         self._step_timeout_s = 0.0
+        self._torch_threads = 0  # to be given back; 0: none were taken
 
     def start(self, start: Start, report: Report | None = None) -> RankReport:
         """Build and load this rank's part of the model, and measure it."""
@@ -160,6 +161,9 @@ class RankWorker:
     def close(self) -> None:
         """Release the model, the pages and the group."""
         self._model = self._runner = None
+        if self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
+            self._torch_threads = 0
         if self._comm is not None:
             self._comm.close()
             self._comm = None
@@ -198,6 +202,10 @@ class RankWorker:
     ) -> Chosen:
         chosen = serve_causal(module, kernel, self._device_().torch_device, fuse, pack)
         self._model = chosen.model
+        if getattr(chosen.model, "computes_alone", False):
+            # Torch's threads would spin between its few small operations, on the cores of ours.
+            self._torch_threads = torch.get_num_threads()
+            torch.set_num_threads(1)
         return chosen
 
     def _deeper(self, kernel: PagedKernel, config: EngineConfig) -> tuple[Fuse | None, Pack | None]:

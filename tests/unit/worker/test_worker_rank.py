@@ -57,6 +57,20 @@ def test_packed_weights_are_held_once_but_for_what_fills_up_their_panels(
     assert whole <= report.weight_bytes < 1.1 * whole
 
 
+def test_torch_keeps_to_one_thread_while_all_that_is_large_runs_in_our_kernels(families_path: Path) -> None:
+    path, before = families.save("llama_9_3", families_path), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for kernels, threads in (("auto", 1), ("off", 2)):
+            worker = RankWorker()
+            worker.start(make_starts(make_load(path, 1, cpu_kernels=kernels), "")[0])
+            assert torch.get_num_threads() == threads
+            worker.close()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_pages_hold_what_was_allocated(started: tuple[RankWorker, RankReport]) -> None:
     worker, report = started
     ready = worker.allocate(AllocateKV(num_blocks=5, block_size=7))
