@@ -63,7 +63,7 @@ def test_torch_keeps_to_one_thread_while_all_that_is_large_runs_in_our_kernels(f
     try:
         for kernels, threads in (("auto", 1), ("off", 2)):
             worker = RankWorker()
-            worker.start(make_starts(make_load(path, 1, cpu_kernels=kernels), "")[0])
+            worker.start(make_starts(make_load(path, 1, cpu_kernels=kernels, num_threads=2), "")[0])
             assert torch.get_num_threads() == threads
             worker.close()
             assert torch.get_num_threads() == 2
