@@ -166,7 +166,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(server: Server, s
         if stream:
             with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
                 next(answer.iter_lines())
-                assert gauge(server, "num_requests_running") == 1
+                wait_until(lambda: gauge(server, "num_requests_running") == 1, 1.5, "the request runs")
                 raise httpx.ReadTimeout("the client has seen enough")
         client.post(f"{server.url}/v1/completions", json=body)
     wait_until(lambda: gauge(server, "num_requests_running") == 0, 1.5, "the request is aborted")
