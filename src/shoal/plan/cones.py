@@ -79,9 +79,7 @@ class Flow:
 
     consumers: list[Consumer] = field(default_factory=list)
     mixed: set[str] = field(default_factory=set)  # producers that something needs whole
-    decided: dict[str, str] = field(
-        default_factory=dict
-    )  # some of those -> the operation that decides by them
+    decided: dict[str, str] = field(default_factory=dict)  # some of those -> the operation that decides
     num_products: int = 0
 
 

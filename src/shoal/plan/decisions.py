@@ -73,9 +73,8 @@ class Decisions(TorchFunctionMode):
         # By identity of the result, which is held so that no other tensor takes it over; and who made it.
         self._sources: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self._makers: dict[int, str] = {}  # by identity of a source
-        self._loose: set[int] = (
-            set()
-        )  # results, by identity, whose elements lie elsewhere than their sources'
+        # Results, by identity, whose elements lie elsewhere than their sources'.
+        self._loose: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,9 +114,10 @@ class Decisions(TorchFunctionMode):
         """The result, its tensors remembered or given a gradient."""
         if isinstance(result, tuple | list):
             parts = [self._followed(name, part, jumped, smooth, is_loose) for part in result]
-            return (
-                type(result)(parts) if type(result) in (tuple, list) else result
-            )  # named: values and indices
+            if type(result) in (tuple, list):
+                return type(result)(parts)
+            self._take(name, jumped)  # a named one, of values and indices, is returned as it is
+            return result
         if not isinstance(result, torch.Tensor) or result.is_meta:
             return result
         is_smooth = result.is_floating_point() or result.is_complex()

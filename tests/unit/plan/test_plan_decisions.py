@@ -67,6 +67,7 @@ def test_values_are_what_they_were() -> None:
         (lambda x: x * x.sum().item(), "item"),
         (lambda x: x[:, x[0].argsort()], "argsort"),
         (lambda x: x.clone().masked_fill_(x.sum() > 3, 0.0), "gt"),
+        (lambda x: x + x.detach().sort(-1).values, "detach"),
         (lambda x: x.gather(1, x.argmax(-1, keepdim=True)).expand(2, 6), "argmax"),
     ],
 )
