@@ -1,13 +1,12 @@
-"""Sums of a few values, each times a factor, row by row; and the norm of heads as a job. Knows no model."""
+"""Sums of a few values, each times a factor, row by row. Knows no model."""
 
 from __future__ import annotations
 
 from shoal.cpu_kernels.arguments import argument, argument_float
 from shoal.cpu_kernels.memory import load_float32, store_float32
-from shoal.cpu_kernels.norm import head_norm_part
 from shoal.jit.compile import kernel
 
-__all__ = ["MOST_TERMS", "combine_job", "head_norm_job"]
+__all__ = ["MOST_TERMS", "combine_job"]
 
 MOST_TERMS = 3
 _FIRST_TERM, _TERM_WORDS = 5, 3
@@ -30,24 +29,4 @@ def combine_job(index: int, count: int, words: int) -> int:
                 source = argument(words, place) + row * argument(words, place + 1)
                 total += load_float32(source, i) * argument_float(words, place + 2)
             store_float32(target, i, total)
-    return 0
-
-
-@kernel(fastmath=False)
-def head_norm_job(index: int, count: int, words: int) -> int:
-    """:func:`shoal.cpu_kernels.norm.head_norm_part` as a job; its words: rows, x, x_bytes, heads, width,
-    weight, bias, is_centred, eps (float)."""
-    head_norm_part(
-        index,
-        count,
-        argument(words, 1),
-        argument(words, 2),
-        argument(words, 0),
-        argument(words, 3),
-        argument(words, 4),
-        argument(words, 5),
-        argument(words, 6),
-        argument(words, 7),
-        argument_float(words, 8),
-    )
     return 0

@@ -15,7 +15,7 @@ from shoal.cpu_kernels.memory import load_float32, store_float32
 from shoal.jit.compile import kernel
 from shoal.jit.team import Team
 
-__all__ = ["Norm", "head_norm_part", "norm_job", "norm_part", "norm_row"]
+__all__ = ["Norm", "head_norm_job", "head_norm_part", "norm_job", "norm_part", "norm_row"]
 
 
 @kernel
@@ -131,6 +131,26 @@ def norm_job(index: int, count: int, words: int) -> int:
         argument_float(words, 11),
         argument(words, 12),
         argument(words, 13),
+    )
+    return 0
+
+
+@kernel(fastmath=False)
+def head_norm_job(index: int, count: int, words: int) -> int:
+    """:func:`head_norm_part` as a job; its words: rows, x, x_bytes, heads, width,
+    weight, bias, is_centred, eps (float)."""
+    head_norm_part(
+        index,
+        count,
+        argument(words, 1),
+        argument(words, 2),
+        argument(words, 0),
+        argument(words, 3),
+        argument(words, 4),
+        argument(words, 5),
+        argument(words, 6),
+        argument(words, 7),
+        argument_float(words, 8),
     )
     return 0
 

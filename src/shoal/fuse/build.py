@@ -17,10 +17,10 @@ from shoal.cpu_kernels import attention_arguments as at
 from shoal.cpu_kernels.activation import activation_number
 from shoal.cpu_kernels.arguments import float_bits
 from shoal.cpu_kernels.attention import attend_items, merge_items
-from shoal.cpu_kernels.combine import MOST_TERMS, combine_job, head_norm_job
+from shoal.cpu_kernels.combine import MOST_TERMS, combine_job
 from shoal.cpu_kernels.linear import linear_job
 from shoal.cpu_kernels.mlp import gated_job
-from shoal.cpu_kernels.norm import norm_job
+from shoal.cpu_kernels.norm import head_norm_job, norm_job
 from shoal.cpu_kernels.rotary import rotary_job
 from shoal.fuse.arena import Slot, Word
 from shoal.fuse.recipe import (

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from shoal.comm.base import Comm
 from shoal.cpu_kernels.attention import attend_items, merge_items
-from shoal.cpu_kernels.combine import combine_job, head_norm_job
+from shoal.cpu_kernels.combine import combine_job
 from shoal.cpu_kernels.embed import embed_job
 from shoal.cpu_kernels.layout import STORAGES
 from shoal.cpu_kernels.linear import linear_job
 from shoal.cpu_kernels.microkernel import multiply_address
 from shoal.cpu_kernels.mlp import gated_job
-from shoal.cpu_kernels.norm import norm_job
+from shoal.cpu_kernels.norm import head_norm_job, norm_job
 from shoal.cpu_kernels.program import program_job
 from shoal.cpu_kernels.rotary import rotary_job
 from shoal.jit.cache import compiling

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal.cpu_kernels.arguments import float_bits, run_job
-from shoal.cpu_kernels.combine import MOST_TERMS, combine_job, head_norm_job
+from shoal.cpu_kernels.combine import MOST_TERMS, combine_job
+from shoal.cpu_kernels.norm import head_norm_job
 from shoal.jit.team import Team
 
 ROWS, WIDTH = 5, 19
