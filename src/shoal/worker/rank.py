@@ -4,6 +4,7 @@ no scheduler, and no other rank but through its collectives.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from shoal.worker.sizing import kv_budget, step_growth_bytes
 
 __all__ = ["RankWorker", "weight_bytes"]
 
+_log = logging.getLogger("shoal.worker")
 _SAMPLING_RANK = 0
 _PAGED, _FUSED = "served the paged way", "served the fused way"
 
@@ -226,12 +228,16 @@ class RankWorker:
         from shoal.attention.cpu import CpuPaged
         from shoal.fuse.compiled import compile_jobs
         from shoal.fuse.modules import pack_modules
+        from shoal.fuse.rival import race
         from shoal.model.fused import FusedCausal
 
         comm, storage = self._comm, "bfloat16" if self._dtype is torch.bfloat16 else "float32"
         storage = config.quantization or storage
         assert comm is not None and isinstance(kernel, CpuPaged)
         compile_jobs(storage, comm)
+        if config.quantization is None and not (found := race(self._dtype, comm)).is_won:
+            _log.warning("cpu_kernels: torch computes, which is faster on this processor (%s)", found)
+            return None, None
         return (
             lambda module, paged: FusedCausal(module, paged, kernel, comm, storage),
             lambda module, run: pack_modules(module, run, kernel.team, comm, storage),

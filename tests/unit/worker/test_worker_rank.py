@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 
 from shoal.errors import EngineError, ModelNotFoundError, UnsupportedError
+from shoal.fuse import rival
+from shoal.fuse.rival import Race
 from shoal.messages import AllocateKV, RankReport
 from shoal.worker.executor import make_starts
 from shoal.worker.rank import RankWorker, weight_bytes
@@ -69,6 +71,18 @@ def test_torch_keeps_to_one_thread_while_all_that_is_large_runs_in_our_kernels(f
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_torch_computes_where_it_is_faster_unless_weights_are_to_be_rounded(
+    families_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rival, "race", lambda dtype, comm: Race({1: 0.5, 64: 0.5}))
+    path = families.save("llama_9_3", families_path)
+    for quantization in (None, "int8"):
+        worker = RankWorker()
+        report = worker.start(make_starts(make_load(path, 1, quantization=quantization), "")[0])
+        worker.close()
+        assert any("fused" in note for note in report.notes) == (quantization is not None)
 
 
 def test_pages_hold_what_was_allocated(started: tuple[RankWorker, RankReport]) -> None:
