@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from shoal.attention.base import KVShape, LayerPages
+from shoal.device.huge import HugeRegion, room
 
 __all__ = ["allocate", "gather", "write"]
 
@@ -19,14 +21,18 @@ def allocate(
     They are written once here: memory that is only reserved would cost a page fault at its first use,
     in the middle of somebody's request.
     """
-    pages = []
-    for shape in shapes:
-        keys = torch.empty(num_blocks, block_size, shape.heads, shape.key_width, dtype=dtype, device=device)
-        values = torch.empty(
-            num_blocks, block_size, shape.heads, shape.value_width, dtype=dtype, device=device
-        )
-        pages.append(LayerPages(keys.zero_(), values.zero_()))
-    return pages
+    sizes = [
+        [(num_blocks, block_size, shape.heads, width) for width in (shape.key_width, shape.value_width)]
+        for shape in shapes
+    ]
+    total = sum(room(math.prod(size) * dtype.itemsize) for pair in sizes for size in pair)
+    region = HugeRegion(total) if device.type == "cpu" and total else None
+
+    def make(size: tuple[int, ...]) -> torch.Tensor:
+        tensor = region.take(size, dtype) if region else torch.empty(size, dtype=dtype, device=device)
+        return tensor.zero_()
+
+    return [LayerPages(make(keys), make(values)) for keys, values in sizes]
 
 
 def write(pages: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from shoal.comm.base import Comm
 from shoal.cpu_kernels.embed import embed
 from shoal.cpu_kernels.layout import pack, unpack
 from shoal.cpu_kernels.linear import PackedLinear
+from shoal.cpu_kernels.settle import settle
 from shoal.fuse.common import agree
 from shoal.fuse.match import is_close
 from shoal.jit.team import Team
@@ -72,6 +73,7 @@ def fuse_head(model: PreTrainedModel, team: Team, comm: Comm, storage: str) -> F
     )
     if not agree(comm, "right" if is_right else ""):
         return FusedHead(problem="its packed head gives other numbers")
+    settle([packed.weight])
     fused = FusedHead(packed.weight.num_bytes, _packed=packed, _dtype=weight.dtype)
     embedding = model.get_input_embeddings()
     is_tied = getattr(embedding, "weight", None) is weight

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from shoal.comm.base import Comm
 from shoal.cpu_kernels.layout import pack, unpack
 from shoal.cpu_kernels.linear import PackedLinear
+from shoal.cpu_kernels.settle import settle
 from shoal.fuse.common import is_linear
 from shoal.fuse.head import FusedHead, fuse_head, head_storage
 from shoal.jit.team import Team
@@ -108,10 +109,14 @@ class PackedModules:
         for linear in self._linears:
             rows = unpack(linear.packed.weight)
             linear.packed.weight = pack(rows, _own_bias(linear.module), self.storage)
+        self._settle()
         if self._head is not None and not self._head.problem:
             assert self._model is not None and self._team is not None and self._comm is not None
             self._head.restore()
             self._head = fuse_head(self._model, self._team, self._comm, head_storage(self.storage))
+
+    def _settle(self) -> None:
+        settle(linear.packed.weight for linear in self._linears)
 
     @torch.inference_mode()
     def restore(self) -> None:
@@ -156,6 +161,7 @@ def pack_modules(
             packed._linears.append(linear)
         elif own:
             linear.restore()
+    packed._settle()
     if packed._linears and head is not None and "forward" not in vars(head):
         whole = _WHOLE_STORAGES.get(model.dtype, "float32")
         packed._head = fuse_head(model, team, comm, whole)

@@ -60,9 +60,14 @@ class Packer:
     _freed: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
     @property
+    def weights(self) -> list[PackedWeight]:
+        """All that was packed."""
+        return [packed.weight for packed in self._packed]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all that was packed."""
-        return sum(packed.weight.num_bytes for packed in self._packed)
+        return sum(weight.num_bytes for weight in self.weights)
 
     def project(self, step: Project) -> PackedWeight:
         """The pieces of a projection one after the other, with their biases."""
