@@ -27,7 +27,9 @@ from shoal.jit.waiting import ABANDONED, LATE, OK
 __all__ = ["MOST_RANKS", "SLOT_BYTES", "ShmComm", "compile_kernels", "segment_bytes"]
 
 MOST_RANKS = kernels.MOST_RANKS
-SLOT_BYTES = 256 * 1024  # what is larger goes in pieces, which stay in the processors' caches
+# The most that a post holds: 1,024 rows of 4,096 float32. Memory is taken by what is posted.
+SLOT_BYTES = 16 * 1024 * 1024
+_PIECE_BYTES = 256 * 1024  # what is larger goes in pieces, which stay in the processors' caches
 _SPIN_NS = 50_000  # about what it takes to wake a sleeper
 
 _ENTRIES = (  # kernels called from here, and how many integers they take
@@ -70,6 +72,7 @@ class ShmComm:
         processes: the ranks' process ids; a peer whose process has ended is noticed within 50 ms.
         timeout_s: how long a collective waits for its peers.
         has_core: whether each rank can have a core of its own; else waiting ranks sleep at once.
+        slot_bytes: the most that :func:`.shm_kernels.post` takes.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class ShmComm:
     ) -> None:
         self.rank = rank
         self.size = len(processes)
+        self.slot_bytes = slot_bytes
         self._segment: Segment | None = segment
         self._failure = ""
         self._state = numpy.zeros(kernels.STATE_WORDS, numpy.int64)
@@ -97,6 +101,7 @@ class ShmComm:
         self._state[kernels.RANK] = rank
         self._state[kernels.SIZE] = self.size
         self._state[kernels.SLOT_BYTES] = slot_bytes
+        self._state[kernels.PIECE_BYTES] = min(_PIECE_BYTES, slot_bytes)
         self._state[kernels.SPIN_NS] = _SPIN_NS if has_core else 0
         self.set_timeout(timeout_s)
 

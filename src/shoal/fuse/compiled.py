@@ -35,6 +35,7 @@ def compile_jobs(storage: str, comm: Comm) -> None:
         for name in dict.fromkeys(("float32", storage)):
             multiply_address(STORAGES[name])
         if getattr(comm, "state_address", 0):
-            from shoal.fuse.collective import sum_job
+            from shoal.fuse.collective import collect_job, post_job, sum_job
 
-            job_address(sum_job)
+            for job in (sum_job, post_job, collect_job):
+                job_address(job)

@@ -14,8 +14,9 @@ from shoal.attention.base import AttentionBatch, DecodeGroup, KVShape, Prefill
 from shoal.attention.pages import allocate
 from shoal.comm.base import Comm
 from shoal.fuse.common import is_linear
+from shoal.fuse.lane import Tables
 from shoal.fuse.record import LayerCall, run_layer
-from shoal.fuse.stack import Stack, Tables
+from shoal.fuse.stack import Stack
 
 __all__ = ["difference", "proof_inputs", "tables_of"]
 
@@ -61,6 +62,7 @@ def difference(
     call: LayerCall,
     shape: KVShape,
     inputs: Sequence[torch.Tensor],
+    is_causal: bool = True,
 ) -> float:
     """The largest relative error of a stack of one layer, against the layer; infinite where not a number.
 
@@ -69,6 +71,7 @@ def difference(
         layer: float32.
         call: as recorded.
         inputs: hidden states, [1, T, W] each.
+        is_causal: whether a token sees what comes before it alone.
     """
     worst = 0.0
     tokens = call.hidden.shape[1]
@@ -78,13 +81,19 @@ def difference(
         pages = allocate([shape], tokens // _BLOCK_SIZE + 2, _BLOCK_SIZE, torch.float32, torch.device("cpu"))
         stack.use_pages({number: pages[0]})
         tables = tables_of(own)
-        # All but the last two tokens at once, then one by one.
-        for start, stop in ((0, tokens - 2), (tokens - 2, tokens - 1), (tokens - 1, tokens)):
+        for start, stop in _spans(tokens, is_causal):
             part = None if tables is None else (tables[0][start:stop], tables[1][start:stop])
             got = stack.run(x[0, start:stop], _batch(start, stop), [part])
             gap = (got - expected[start:stop]).abs().max() / expected.abs().max().clamp_min(1e-30)
             worst = max(worst, float(gap) if torch.isfinite(gap) else float("inf"))
     return worst
+
+
+def _spans(tokens: int, is_causal: bool) -> list[tuple[int, int]]:
+    """Where a token does not see what comes later, all but the last two at once, then one by one."""
+    if not is_causal:
+        return [(0, tokens)]
+    return [(0, tokens - 2), (tokens - 2, tokens - 1), (tokens - 1, tokens)]
 
 
 def tables_of(call: LayerCall) -> Tables | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.attention.base import Variant
 from shoal.attention.hook import lent
-from shoal.attention.sdpa import causal
+from shoal.attention.sdpa import unpaged
 
 __all__ = ["AttentionCall", "LayerCall", "LayerRun", "Noted", "rows_of", "run_layer"]
 
@@ -110,7 +110,7 @@ class LayerRun:
 
 
 class _Recorder:
-    """In the place of an :class:`shoal.attention.hook.AttentionContext`: plain causal attention, noted."""
+    """In the place of an :class:`shoal.attention.hook.AttentionContext`: plain attention, noted."""
 
     def __init__(
         self, names: Mapping[nn.Module, str], noted: list[Noted], calls: list[AttentionCall]
@@ -128,7 +128,7 @@ class _Recorder:
     ) -> torch.Tensor:
         """See :meth:`shoal.attention.hook.AttentionContext.attend`."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = causal(q, k, v, variant, sinks)
+        out = unpaged(q, k, v, variant, sinks)
         name, before = self._names[module], len(self._noted)
         self._calls.append(AttentionCall(name, q, k, v, out, variant, sinks, before))
         return out[None]

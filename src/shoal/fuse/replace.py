@@ -21,14 +21,17 @@ from shoal.attention.base import LayerPages
 from shoal.attention.cpu import CpuPaged
 from shoal.attention.hook import AttentionContext
 from shoal.comm.base import Comm
+from shoal.cpu_kernels.settle import settle
 from shoal.errors import EngineError
+from shoal.fuse.buffers import Buffers
 from shoal.fuse.build import LayerDraft, draft_layer
 from shoal.fuse.common import UnrecognisedError, agree
+from shoal.fuse.lane import Tables
 from shoal.fuse.prove import difference, proof_inputs
 from shoal.fuse.recipe import LayerRecipe
 from shoal.fuse.recognise import recognise, suppose
 from shoal.fuse.record import LayerCall
-from shoal.fuse.stack import Buffers, Stack, Tables
+from shoal.fuse.stack import Stack
 from shoal.fuse.weights import Packer
 
 __all__ = ["FusedLayers", "fuse_layers"]
@@ -142,7 +145,12 @@ class _Chain:
 
 @torch.inference_mode()
 def fuse_layers(
-    model: PreTrainedModel, context: AttentionContext, kernel: CpuPaged, comm: Comm, storage: str
+    model: PreTrainedModel,
+    context: AttentionContext,
+    kernel: CpuPaged,
+    comm: Comm,
+    storage: str,
+    run: Callable[[torch.Tensor], object] | None = None,
 ) -> FusedLayers:
     """Replace what can be; all ranks call together.
 
@@ -150,8 +158,9 @@ def fuse_layers(
         model: with its weights, attached to ``context``, which has seen a run of it.
         kernel: whose team computes.
         storage: of packed weights, a name of :data:`shoal.cpu_kernels.layout.STORAGES`.
+        run: runs the model on ids [1, T]; None: as a decoder is run.
     """
-    layers = _find(model, context, comm)
+    layers = _find(model, context, comm, run or _run_decoder(model))
     fused = FusedLayers(len(context.modules))
     buffers = Buffers()
     rows: list[list[_Ready]] = [[]]
@@ -167,6 +176,7 @@ def fuse_layers(
         if not layer.follows and rows[-1]:
             rows.append([])
         rows[-1].append(ready)
+    settle(weight for row in rows for ready in row for weight in ready.packer.weights)
     for row in filter(None, rows):
         stack = Stack([(ready.draft, ready.recipe.output) for ready in row], kernel, comm, buffers)
         chain = _Chain(row, stack, context)
@@ -175,7 +185,13 @@ def fuse_layers(
     return fused
 
 
-def _find(model: PreTrainedModel, context: AttentionContext, comm: Comm) -> list[_Layer]:
+def _run_decoder(model: PreTrainedModel) -> Callable[[torch.Tensor], object]:
+    return lambda ids: model(input_ids=ids, use_cache=False, return_dict=True)
+
+
+def _find(
+    model: PreTrainedModel, context: AttentionContext, comm: Comm, run: Callable[[torch.Tensor], object]
+) -> list[_Layer]:
     """The model's layers, as it called them in a run of its own."""
     paths = {module: path for path, module in model.named_modules()}
     layers: dict[str, int] = {}
@@ -194,7 +210,7 @@ def _find(model: PreTrainedModel, context: AttentionContext, comm: Comm) -> list
     ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
     before, context.batch = context.batch, None
     try:
-        model(input_ids=ids, use_cache=False, return_dict=True)
+        run(ids)
     finally:
         context.batch = before
         for handle in handles:
@@ -291,7 +307,8 @@ class _Preparer:
         stack = Stack([(tried.draft, tried.recipe.output)], self._kernel, self._comm, Buffers())
         generator = torch.Generator().manual_seed(layer.number)
         inputs = proof_inputs(exact, call.hidden.shape, generator, self._comm)
-        return difference(stack, layer.number, exact, call, self._context.shapes[layer.number], inputs)
+        shape, is_causal = self._context.shapes[layer.number], tried.draft.attend.variant.is_causal
+        return difference(stack, layer.number, exact, call, shape, inputs, is_causal)
 
 
 def _tried(make: Callable[[], Made]) -> tuple[Made | None, str]:

@@ -2,72 +2,40 @@
 
 Between layers nothing leaves the buffers: layer i reads side i modulo 2 and writes the other. Over several
 ranks sums go through shared memory within the program; where the ranks have none, the program is cut there.
+
+Ranks may have different shares of a layer's attention and of its MLP, even where they have equal shares of
+the whole: at each sum one of them would wait. A step of many rows then goes through the layers in two halves,
+in turn: while the sum of one is under way, the other is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from shoal.attention.base import AttentionBatch, LayerPages
 from shoal.attention.cpu import CpuPaged
 from shoal.comm.base import Comm
-from shoal.cpu_kernels import attention_arguments as at
 from shoal.cpu_kernels.arguments import KernelError
+from shoal.cpu_kernels.layout import PackedWeight
 from shoal.cpu_kernels.program import Operation, Program
-from shoal.fuse.arena import Arena, Slot, Word
-from shoal.fuse.build import FLOAT_BYTES, ROWS, SLOTS, Draft, LayerDraft
-from shoal.fuse.recipe import INPUT, Attend
+from shoal.fuse.arena import Slot, Word
+from shoal.fuse.buffers import Buffers
+from shoal.fuse.build import FLOAT_BYTES, ROWS, Draft, LayerDraft
+from shoal.fuse.halves import choose_cut, cut_batch
+from shoal.fuse.lane import CHANNEL, VALUE, Lane, Tables
+from shoal.fuse.recipe import INPUT
 from shoal.jit.team import Job
 
-__all__ = ["Buffers", "Stack", "Tables"]
+__all__ = ["Stack"]
 
-Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [T, width], in the order the layer takes
-
-_FIRST_ROWS = 64
-
-
-class Buffers:
-    """Rows of values by name, float32, shared by stacks that do not run at once; they only grow."""
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self.version = 0  # counts how often something has moved
-        self._widths: dict[str, int] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def want(self, name: str, width: int) -> None:
-        """Have a buffer of that name."""
-        if self._widths.setdefault(name, width) != width:
-            raise ValueError(f"{name} is {self._widths[name]} features wide, not {width}")
-
-    def reserve(self, rows: int) -> None:
-        """Make room for so many rows."""
-        missing = self._widths.keys() - self._tensors.keys()
-        if rows > self.num_rows:
-            self.num_rows = max(rows, 2 * self.num_rows, _FIRST_ROWS)
-            missing = set(self._widths)
-        for name in missing:
-            self._tensors[name] = torch.empty(self.num_rows, self._widths[name])
-        self.version += bool(missing)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-
-@dataclass(slots=True)
-class _Layer:
-    """What a step sets of one layer."""
-
-    draft: LayerDraft
-    call: Any  # words of its call of attention
-    shape: tuple[Any, ...]  # what its call has in common with other layers'
-    tables: tuple[int, int, int] = (0, 0, 0)  # addresses of cosines and sines, and bytes from row to row
+# The second half reads all weights again. That takes as long as to compute with them for two to eight rows,
+# measured with weights that no cache holds: where ranks had nothing to wait for, halves lost 8% of a step of
+# 24 rows, 6% of one of 32, 4% of one of 48.
+_REREADING_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +48,35 @@ class _Segment:
     source: str = ""  # the buffer that the module is given
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An operation of the stack."""
+
+    draft: Draft
+    places: Mapping[str, str]  # its layer's values -> buffers
+    row: int  # of a lane's words
+    sum_width: int = 0  # features of what is summed; 0: it is no sum
+
+
 class Stack:
     """Layers that run one after the other.
 
     Args:
         drafts: layers in order, each with the name of its output value.
         kernel: whose team computes, and who lays attention out.
-        comm: the group of ranks.
+        comm: the group of ranks, which make their stacks together.
         buffers: may be shared with other stacks.
     """
 
     def __init__(
         self, drafts: Sequence[tuple[LayerDraft, str]], kernel: CpuPaged, comm: Comm, buffers: Buffers
     ) -> None:
-        self._kernel, self._comm, self._buffers = kernel, comm, buffers
+        self._team, self._comm, self._buffers = kernel.team, comm, buffers
         self._state = int(getattr(comm, "state_address", 0))
-        self._version = 0
         self._pages: Mapping[int, LayerPages] = {}
-        operations: list[Draft] = []
-        rows: list[list[Word]] = []
-        names: list[dict[str, str]] = []
-        calls: list[int] = []
+        self._parts: list[_Part] = []
+        words: list[list[Word]] = []
+        layers: list[tuple[LayerDraft, int]] = []
         for index, (draft, output) in enumerate(drafts):
             places = {name: _place(name, index, output, width) for name, width in draft.widths.items()}
             for name, width in draft.widths.items():
@@ -109,17 +85,21 @@ class Stack:
                 if operation.job is None and operation.called is None and comm.size == 1:
                     continue
                 if operation.is_attention and operation.words:
-                    calls.append(len(rows))
-                operations.append(operation)
-                names.append(places)
-                rows.append(self._words(operation, draft, places))
-        self._arena = Arena(rows)
-        self._layers = [
-            _Layer(draft, self._arena.words(call), _shape(draft.attend))
-            for (draft, _), call in zip(drafts, calls, strict=True)
-        ]
-        self._segments = list(self._cut(operations, names))
-        self._input, self._output = (_side(index, drafts[0][0].widths[INPUT]) for index in (0, len(drafts)))
+                    layers.append((draft, len(words)))
+                row = layers[-1][1] if operation.is_attention else len(words)
+                is_sum = operation.job is None and operation.called is None
+                sum_width = draft.widths[operation.value] if is_sum else 0
+                self._parts.append(_Part(operation, places, row, sum_width))
+                words.append(self._words(operation, draft, places))
+        self._width = drafts[0][0].widths[INPUT]
+        self._input, self._output = (_side(index, self._width) for index in (0, len(drafts)))
+        self._lanes = [Lane(0, words, layers, buffers, kernel)]
+        self._segments = list(self._cut())
+        self._halves: Program | None = None
+        self._saved = self._saved_by_halves()
+        if self._saved > 0:
+            self._lanes.append(Lane(1, words, layers, buffers, CpuPaged(kernel.team)))
+            self._halves = self._interleaved()
 
     def _words(self, operation: Draft, draft: LayerDraft, places: dict[str, str]) -> list[Word]:
         """An operation's words, with values called by their buffers."""
@@ -127,33 +107,36 @@ class Stack:
             return []
         if operation.job is None:
             name = places[operation.value]
-            return [Slot(ROWS), draft.widths[operation.value], Slot(("value", name)), self._state]
+            return [
+                Slot(ROWS),
+                draft.widths[operation.value],
+                Slot((VALUE, name)),
+                self._state,
+                Slot(CHANNEL),
+            ]
         return [
-            Slot(("value", places[word.key[1]]), word.offset)
-            if isinstance(word, Slot) and isinstance(word.key, tuple) and word.key[0] == "value"
+            Slot((VALUE, places[word.key[1]]), word.offset)
+            if isinstance(word, Slot) and isinstance(word.key, tuple) and word.key[0] == VALUE
             else word
             for word in operation.words
         ]
 
-    def _cut(self, operations: Sequence[Draft], names: Sequence[Mapping[str, str]]) -> Sequence[_Segment]:
-        """Programs, ended where something is not an operation."""
+    def _cut(self) -> Sequence[_Segment]:
+        """Programs of all rows together, ended where something is not an operation."""
         found: list[_Segment] = []
         ready: list[Operation] = []
-        call: Any = None
-        for number, (draft, places) in enumerate(zip(operations, names, strict=True)):
+        for part in self._parts:
+            draft, places = part.draft, part.places
             job = draft.job or (self._sum_job() if draft.called is None else None)
-            if draft.is_attention and draft.words:
-                call = self._arena.words(number)
             if job is None:
-                program = Program(ready, self._kernel.team) if ready else None
+                program = Program(ready, self._team) if ready else None
                 source = places.get(draft.source, "")
                 found.append(_Segment(program, places[draft.value], draft.called, source))
                 ready = []
             else:
-                words = call if draft.is_attention else self._arena.words(number)
-                ready.append(Operation(job, words, holds=draft.holds))
+                ready.append(Operation(job, self._lanes[0].words(part.row), holds=draft.holds))
         if ready:
-            found.append(_Segment(Program(ready, self._kernel.team)))
+            found.append(_Segment(Program(ready, self._team)))
         return found
 
     def _sum_job(self) -> Job | None:
@@ -163,17 +146,45 @@ class Stack:
 
         return sum_job
 
+    def _saved_by_halves(self) -> float:
+        """The part of a step's time that ranks wait for each other at sums, by the sizes of their weights."""
+        if not self._state or len(self._segments) > 1:
+            return 0.0
+        mine = [0]  # elements that are multiplied by, from sum to sum
+        for part in self._parts:
+            mine[-1] += sum(h.columns * h.depth for h in part.draft.holds if isinstance(h, PackedWeight))
+            if part.sum_width:
+                mine.append(0)
+        everyone = self._comm.all_gather(torch.tensor([mine]), [1] * self._comm.size, 0)
+        return 1 - float(everyone.sum(1).max() / everyone.amax(0).sum())
+
+    def _interleaved(self) -> Program:
+        """All operations of two lanes, in turn from sum to sum."""
+        from shoal.fuse.collective import collect_job, post_job
+
+        ready: list[Operation] = []
+        under_way: _Part | None = None  # the sum that each lane has posted
+        parts: list[_Part] = []
+        for last in (*self._parts, None):
+            if last is not None and not last.sum_width:
+                parts.append(last)
+                continue
+            for lane in self._lanes:
+                if under_way is not None:
+                    ready.append(Operation(collect_job, lane.words(under_way.row)))
+                for part in parts:
+                    assert part.draft.job is not None, "nothing but sums has no job here"
+                    ready.append(Operation(part.draft.job, lane.words(part.row), holds=part.draft.holds))
+                if last is not None:  # the other threads may go on to the other lane
+                    ready.append(Operation(post_job, lane.words(last.row), is_followed_by_meeting=False))
+            under_way, parts = last, []
+        return Program(ready, self._team)
+
     def use_pages(self, pages: Mapping[int, LayerPages]) -> None:
         """Keys and values by the layers' numbers; they are held on to."""
         self._pages = pages
-        for layer in self._layers:
-            number, own = layer.draft.number, pages[layer.draft.number]
-            self._arena.set(("keys", number), own.keys.data_ptr())
-            self._arena.set(("values", number), own.values.data_ptr())
-            attend = layer.draft.attend
-            heads = attend.heads, attend.query_heads // attend.heads
-            self._kernel.describe_pages(layer.call, own, heads[1], attend.variant, layer.draft.sinks)
-            self._arena.set("is_bfloat16", int(own.keys.dtype == torch.bfloat16))
+        for lane in self._lanes:
+            lane.use_pages(pages)
 
     def run(
         self, hidden: torch.Tensor, batch: AttentionBatch, tables: Sequence[Tables | None]
@@ -186,17 +197,16 @@ class Stack:
         """
         rows = len(hidden)
         self._buffers.reserve(rows)
-        if self._version != self._buffers.version:
-            self._version = self._buffers.version
-            for key in self._arena.slots:
-                if isinstance(key, tuple) and key[0] == "value":
-                    self._arena.set(key, self._buffers[key[1]].data_ptr())
         self._buffers[self._input][:rows] = hidden
-        slots = batch.slots.contiguous()
-        self._arena.set(ROWS, rows)
-        self._arena.set(SLOTS, slots.data_ptr())
-        held = self._set_tables(tables)
-        self._set_attention(batch)
+        ready = _ready(tables)
+        cut = self._choose_cut(batch, rows)
+        if cut:
+            assert self._halves is not None
+            for lane, first, half in zip(self._lanes, (0, cut), cut_batch(batch, cut), strict=True):
+                lane.set(first, half, ready)
+            self._run(self._halves)
+            return self._buffers[self._output][:rows]
+        self._lanes[0].set(0, batch, ready)
         for segment in self._segments:
             if segment.program is not None:
                 self._run(segment.program)
@@ -205,8 +215,17 @@ class Stack:
             elif segment.value:
                 part = self._buffers[segment.value][:rows]
                 part.copy_(self._comm.all_reduce(part.clone()))  # ranks in threads read each other's tensors
-        del held
         return self._buffers[self._output][:rows]
+
+    def _choose_cut(self, batch: AttentionBatch, rows: int) -> int:
+        """Where the second half begins; 0: the rows go together."""
+        if self._saved * rows < _REREADING_ROWS:
+            return 0
+        cut = choose_cut(batch, self._width)
+        smaller, larger = sorted((cut, rows - cut))
+        widest = max(part.sum_width for part in self._parts)
+        fits = larger * widest * FLOAT_BYTES <= int(getattr(self._comm, "slot_bytes", 0))
+        return cut if fits and self._saved * 2 * smaller >= _REREADING_ROWS else 0
 
     def _call(self, segment: _Segment, rows: int, dtype: torch.dtype) -> None:
         assert segment.called is not None
@@ -226,38 +245,12 @@ class Stack:
                 self._comm.check(error.status, "all_reduce")
             raise
 
-    def _set_tables(self, tables: Sequence[Tables | None]) -> list[torch.Tensor]:
-        """Returns what must live until the run is over."""
-        ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layers mostly share a pair
-        for layer, own in zip(self._layers, tables, strict=True):
-            if own is None:
-                continue
-            pair = ready.get(id(own))
-            if pair is None:
-                pair = ready[id(own)] = own[0].float().contiguous(), own[1].float().contiguous()
-            rotary = layer.draft.attend.rotary
-            cos, sin = reversed(pair) if rotary is not None and rotary.is_sine_first else pair
-            place = cos.data_ptr(), sin.data_ptr(), FLOAT_BYTES * cos.stride(0)
-            if place != layer.tables:
-                layer.tables = place
-                for name, value in zip(("cos", "sin", "table_bytes"), place, strict=True):
-                    self._arena.set((name, layer.draft.number), value)
-        return [table for pair in ready.values() for table in pair]
 
-    def _set_attention(self, batch: AttentionBatch) -> None:
-        fields: dict[tuple[Any, ...], Any] = {}
-        for layer in self._layers:
-            own = fields.get(layer.shape)
-            if own is None:
-                words = self._kernel.step_fields(batch, *layer.shape)
-                own = fields[layer.shape] = numpy.array(words, numpy.int64)
-            layer.call[at.SEQUENCES :] = own
-
-
-def _shape(attend: Attend) -> tuple[Any, ...]:
-    """The arguments of :meth:`shoal.attention.cpu.CpuPaged.step_fields`."""
-    group = attend.query_heads // attend.heads
-    return attend.heads, group, attend.variant, attend.key_width, attend.value_width
+def _ready(tables: Sequence[Tables | None]) -> list[Tables | None]:
+    """The tables in float32 and contiguous; layers mostly share a pair."""
+    given = {id(own): own for own in tables if own is not None}
+    pairs = {key: (own[0].float().contiguous(), own[1].float().contiguous()) for key, own in given.items()}
+    return [None if own is None else pairs[id(own)] for own in tables]
 
 
 def _side(index: int, width: int) -> str:

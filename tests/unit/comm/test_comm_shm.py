@@ -17,8 +17,10 @@ import psutil
 import pytest
 import torch
 
+from shoal.comm import shm_kernels
 from shoal.comm.shm import ShmComm, segment_bytes
 from shoal.comm.shm_segment import Segment
+from shoal.comm.shm_sums import FLOAT32
 from shoal.errors import RankError
 
 Result = TypeVar("Result")
@@ -259,6 +261,95 @@ def test_ranks_that_bring_different_sizes_are_told_so() -> None:
     def differ(comm: ShmComm) -> str:
         with pytest.raises(RankError) as caught:
             comm.all_reduce(torch.ones(4 + comm.rank))
+        return str(caught.value)
+
+    assert any("brings another size" in text for text in on_ranks(comms, differ))
+
+
+def post(comm: ShmComm, channel: int, part: torch.Tensor) -> None:
+    status = shm_kernels.post(comm.state_address, channel, part.data_ptr(), part.numel(), FLOAT32)
+    comm.check(status, "all_reduce")
+
+
+def collect(comm: ShmComm, channel: int, target: torch.Tensor) -> None:
+    status = shm_kernels.collect(comm.state_address, channel, target.data_ptr(), target.numel(), FLOAT32)
+    comm.check(status, "all_reduce")
+
+
+def test_a_sum_on_each_channel_can_be_under_way_while_ranks_are_at_different_places(
+    comms: list[ShmComm],
+) -> None:
+    """As fused layers do it: collect a half's sum, post its next, then the same for the other half."""
+    sizes, turns = (1000, SLOT_BYTES // 4), 40
+    parts = [[values(comm.rank + 10 * channel, sizes[channel]) for channel in (0, 1)] for comm in comms]
+
+    def work(comm: ShmComm) -> list[torch.Tensor]:
+        own = [part.clone() for part in parts[comm.rank]]
+        for channel in (0, 1):
+            post(comm, channel, own[channel])
+        for turn in range(turns):
+            if turn % len(comms) == comm.rank:
+                threading.Event().wait(0.001)  # each is late now and then
+            for channel in (0, 1):
+                collect(comm, channel, own[channel])
+                own[channel] /= len(comms)
+                if turn + 1 < turns:
+                    post(comm, channel, own[channel])
+        comm.barrier()
+        return own
+
+    expected = [sum_in_order([own[channel] for own in parts]) / len(comms) for channel in (0, 1)]
+    for _ in range(turns - 1):
+        expected = [sum_in_order([total] * len(comms)) / len(comms) for total in expected]
+    for out in on_ranks(comms, work):
+        assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+def test_a_peer_that_has_posted_and_is_gone_is_missed_at_its_next_post_only() -> None:
+    comms = make(2)
+
+    def work(comm: ShmComm) -> float:
+        own = torch.full((3,), 1.0 + comm.rank)
+        post(comm, 1, own)
+        if comm.rank == 1:
+            comm.close()
+            return 3.0
+        collect(comm, 1, own)
+        with pytest.raises(RankError, match="rank 1 has left the group") as caught:
+            comms[0].barrier()
+        assert caught.value.rank == 1
+        return own[0].item()
+
+    assert on_ranks(comms, work) == [3.0, 3.0]
+
+
+def test_a_peer_that_leaves_between_posts_releases_who_collects() -> None:
+    comms = make(2)
+    post(comms[0], 1, torch.ones(3))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collect, comms[0], 1, torch.ones(3))
+        comms[1].close()
+        with pytest.raises(RankError, match="all_reduce: rank 1 has left the group, or failed"):
+            waiting.result(60)
+
+
+def test_the_deadline_is_that_of_collecting() -> None:
+    comms = make(2, timeout_s=0.2)
+    post(comms[0], 0, torch.ones(3))
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"all_reduce: rank 1 did not come within 0\.2 s"):
+        collect(comms[0], 0, torch.ones(3))
+    assert 0.2 <= time.monotonic() - started < 30
+
+
+def test_posts_of_different_sizes_are_told_so() -> None:
+    comms = make(2)
+
+    def differ(comm: ShmComm) -> str:
+        own = torch.ones(4 + comm.rank)
+        with pytest.raises(RankError) as caught:
+            post(comm, 1, own)
+            collect(comm, 1, own)
         return str(caught.value)
 
     assert any("brings another size" in text for text in on_ranks(comms, differ))

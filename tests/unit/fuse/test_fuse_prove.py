@@ -11,11 +11,12 @@ import torch
 from shoal.attention.base import KVShape
 from shoal.attention.cpu import CpuPaged
 from shoal.comm.local import LocalComm
+from shoal.fuse.buffers import Buffers
 from shoal.fuse.build import draft_layer
 from shoal.fuse.prove import difference, proof_inputs
 from shoal.fuse.recipe import INPUT, Attend, Combine, Gate, LayerRecipe, Norm, Piece, Project, Step
 from shoal.fuse.recognise import recognise
-from shoal.fuse.stack import Buffers, Stack
+from shoal.fuse.stack import Stack
 from shoal.fuse.weights import Packer
 from shoal.jit.team import Team
 from support.fusing import layer_call, zoo_model

@@ -12,11 +12,12 @@ from shoal.attention.cpu import CpuPaged
 from shoal.comm.base import Comm
 from shoal.comm.local import LocalComm
 from shoal.comm.simulated import run_ranks
+from shoal.fuse.buffers import Buffers
 from shoal.fuse.build import LayerDraft, draft_layer
 from shoal.fuse.prove import difference, proof_inputs
 from shoal.fuse.recipe import Attend
 from shoal.fuse.recognise import recognise
-from shoal.fuse.stack import Buffers, Stack
+from shoal.fuse.stack import Stack
 from shoal.fuse.weights import Packer
 from shoal.jit.team import Team
 from shoal.shard import shard
