@@ -91,7 +91,7 @@ def _assert_found(status: int, document: dict[str, Any]) -> None:
 
 
 def test_attention_kernels_are_compared(bench: Bench) -> None:
-    status, document = bench("offline", "rollouts_1024", "--attn-implementation", "sdpa,eager")
+    status, document = bench("offline", "few_blocks", "--attn-implementation", "sdpa,eager")
     assert status == 0
     (row,) = document["rows"]
     assert [entry["name"] for entry in row["entries"]] == [

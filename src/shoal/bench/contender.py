@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shoal.bench.cost import Traffic
 from shoal.config import EngineConfig, make_config
 from shoal.engine.outputs import RequestOutput
+from shoal.engine.protocol import EngineInfo
 from shoal.errors import EngineError
 from shoal.sampling_params import SamplingParams
 
@@ -17,6 +19,9 @@ __all__ = ["Contender", "Engine", "EngineContender", "OpenEngine", "Ran", "Setti
 
 class Engine(Protocol):
     """What is asked of ``shoal.LLM``."""
+
+    @property
+    def info(self) -> EngineInfo: ...
 
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams]
@@ -81,6 +86,27 @@ class EngineContender:
         self.name = name
         self.options = dict(options)
         self._engine = open_engine(make_config(**options))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it holds, over all ranks."""
+        info = self._engine.info
+        return Traffic(
+            weight_bytes=sum(rank["weight_bytes"] for rank in info.ranks),
+            kv_bytes_per_token=sum(rank["kv_bytes_per_token"] for rank in info.ranks),
+            embedding_item_bytes=4 if info.dtype == "float32" else 2,
+        )
+
+    @property
+    def compiling(self) -> list[str]:
+        """What it said of ``compile``."""
+        return [n for n in self._engine.info.notes if n.startswith(("compiled", "not compiled"))]
+
+    @property
+    def threads(self) -> int | None:
+        """CPU threads of all ranks; None where nobody said."""
+        each = self.options.get("num_threads")
+        return None if each is None else each * int(self.options.get("tensor_parallel_size", 1))
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Ran:
         """Serve all prompts together.

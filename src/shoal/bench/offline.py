@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.bench.contender import Contender, EngineContender, OpenEngine, Ran, Setting, open_engine
+from shoal.bench.cost import Ceiling, Share
 from shoal.bench.prompts import PromptTokenizer, is_right, make_prompts
 from shoal.bench.rows import Entry, Row
 from shoal.bench.verdict import Round, agreement, likelihood
@@ -48,6 +49,7 @@ class Order:
     scale: Scale = field(default_factory=lambda: Scale.parse("ci"))
     repeats: int = 3
     peers: Mapping[str, OpenPeer] = field(default_factory=dict)
+    ceiling: Ceiling | None = None  # what the machine could do; None: shares of it are not told
 
     def check(self) -> None:
         """Refuse what cannot be measured.
@@ -88,23 +90,18 @@ def measure(order: Order, subject: Subject, open_engine: OpenEngine = open_engin
                 notes.append(note)
             _log.info("%s: %d prompts, %d tokens each", sized.name, sized.count, sized.max_tokens)
             engines = stage.engines(options)
+            notes += dict.fromkeys(f"{e.name} {said}" for e in engines for said in e.compiling)
             yield _measure_one(order, sized, subject, engines, [*engines, *stage.peers()], notes, options)
 
 
 def _row_options(order: Order, workload: Workload, longest: int) -> tuple[dict[str, Any], list[str]]:
     """The engine options of a row that all settings share, and what must be said of them."""
-    options, notes = dict(order.options), []
+    options = dict(order.options)
     block_size = int(options.get("block_size", EngineConfig.model_fields["block_size"].default))
     own = workload.options(block_size, longest)
-    for wish in workload.wishes:
-        if wish.option in EngineConfig.model_fields:
-            own[wish.option] = wish.value
-        else:
-            notes.append(wish.otherwise)
     options.update(own)
     overridden = [name for setting in order.settings for name in setting.options if name in own]
-    notes += [f"{name} is as asked, not the row's {own[name]}" for name in dict.fromkeys(overridden)]
-    return options, notes
+    return options, [f"{n} is as asked, not the row's {own[n]}" for n in dict.fromkeys(overridden)]
 
 
 class _Stage:
@@ -178,7 +175,7 @@ def _measure_one(
         if workload.times_first_token:
             _time_first_token(workload, subject, contenders, params, scores, number)
         rounds.append(Round(prompts, params, scores[engines[0].name].runs[-1]))
-    entries = _entries(workload, subject, engines, contenders, scores, rounds)
+    entries = _entries(order.ceiling, workload, subject, engines, contenders, scores, rounds)
     return Row(workload, dict(options), tuple(entries), tuple(notes))
 
 
@@ -202,6 +199,7 @@ def _time_first_token(
 
 
 def _entries(
+    ceiling: Ceiling | None,
     workload: Workload,
     subject: Subject,
     engines: Sequence[EngineContender],
@@ -233,7 +231,25 @@ def _entries(
                 if is_other and isinstance(contender, EngineContender)
                 else None
             ),
+            share=_share(ceiling, workload, contender, rounds[0], score),
         )
+
+
+def _share(
+    ceiling: Ceiling | None, workload: Workload, contender: Contender, asked: Round, score: _Score
+) -> Share | None:
+    """Of the machine's limits. Every round's lengths are those of the first."""
+    if ceiling is None or not workload.is_bare or not isinstance(contender, EngineContender):
+        return None
+    if contender.threads is None:
+        return None
+    return ceiling.share(
+        contender.threads,
+        contender.traffic,
+        [(len(prompt), workload.max_tokens) for prompt in asked.prompts],
+        statistics.median(run.seconds for run in score.runs),
+        statistics.median(score.first_token_s) if score.first_token_s else None,
+    )
 
 
 def _accuracy(workload: Workload, subject: Subject, runs: Sequence[Ran]) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import UsageError
 
-__all__ = ["bars", "check_can_plot"]
+__all__ = ["bars", "check_can_plot", "line"]
 
 
 def check_can_plot(path: Path) -> None:
@@ -32,12 +33,7 @@ def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]
         series: name to one height a group.
         unit: of the heights.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    figure = Figure(figsize=(max(6.0, 1.1 * len(groups)), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _figure(max(6.0, 1.1 * len(groups)))
     width = 0.8 / max(len(series), 1)
     for number, (name, heights) in enumerate(series.items()):
         left = [at + (number - (len(series) - 1) / 2) * width for at in range(len(groups))]
@@ -46,3 +42,36 @@ def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]
     axes.set_ylabel(unit)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def line(
+    path: Path, points: Sequence[tuple[float, float, str]], fit: tuple[float, float], x_unit: str, y_unit: str
+) -> None:
+    """Points from zero on, each with a word beside it, and a straight line.
+
+    Args:
+        path: the PNG file to write.
+        points: x, y and the word.
+        fit: the line's y at 0, and its slope.
+        x_unit, y_unit: of the axes.
+    """
+    figure, axes = _figure(6.0)
+    last = max(x for x, _, _ in points)
+    axes.plot([0, last], [fit[0], fit[0] + fit[1] * last], linewidth=1)
+    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o")
+    for x, y, word in points:
+        axes.annotate(word, (x, y), textcoords="offset points", xytext=(4, -12))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x_unit)
+    axes.set_ylabel(y_unit)
+    figure.savefig(path, dpi=150)
+
+
+def _figure(width: float) -> tuple[Any, Any]:
+    """A figure and its axes, drawn without a window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    figure = Figure(figsize=(width, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.bench.cost import Share
 from shoal.bench.verdict import Agreement, Likelihood
 from shoal.bench.workloads import Workload
 
@@ -28,6 +29,7 @@ class Entry:
     accuracy: float | None
     agreement: Agreement | None
     likelihood: Likelihood | None
+    share: Share | None = None  # of the machine's limits, where it was asked for and can be told
 
     @property
     def is_coherent(self) -> bool:
@@ -58,6 +60,7 @@ class Entry:
             "coherent": self.is_coherent,
             "agreement": _agreement(self.agreement),
             "log_likelihood": _likelihood(self.likelihood),
+            "share_of_machine": None if self.share is None else self.share.to_dict(),
         }
 
 

@@ -15,21 +15,12 @@ from typing import Any, Literal
 from shoal.errors import UsageError
 from shoal.sampling_params import SamplingParams
 
-__all__ = ["SOURCE", "WORKLOADS", "Scale", "Wish", "Workload", "fitted", "named"]
+__all__ = ["SOURCE", "WORKLOADS", "Scale", "Workload", "fitted", "named"]
 
 Kind = Literal["gsm8k", "instructions", "random", "mixed"]
 
 _FEWEST_PROMPTS = 4
 _FEWEST_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """An engine option that a row would set, and what is measured where the engine has no such option."""
-
-    option: str
-    value: Any
-    otherwise: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +38,13 @@ class Workload:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
     flags: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
-    wishes: Sequence[Wish] = ()
     cache_share: float | None = None  # KV blocks, as a share of what all requests need at once
     times_first_token: bool = False
+
+    @property
+    def is_bare(self) -> bool:
+        """Every token of every prompt and answer is computed once: nothing is shared, none ends early."""
+        return self.kind == "mixed"
 
     def params(self, index: int) -> SamplingParams:
         """Prompt ``index``'s sampling. Every field that a model may have a default for is set, and the seed
@@ -141,8 +136,7 @@ def _changed(workload: Workload, **changes: Any) -> Workload:
     return Workload(**{**values, **changes})
 
 
-_COMPILED = Wish("compile", True, "the engine has no --compile; measured without")
-_NO_OVERLAP = Wish("async_scheduling", False, "the engine overlaps no steps, so there is nothing to turn off")
+_COMPILED = {"compile": True}
 
 
 def _gsm8k(name: str, source_ratio: float, **changes: Any) -> Workload:
@@ -165,20 +159,24 @@ def _rollouts(length: int, source_ratio: float) -> Workload:
         prompt_tokens=256,
         max_tokens=length,
         source_ratio=source_ratio,
-        wishes=(_COMPILED,),
+        flags=_COMPILED,
     )
 
 
 SOURCE: tuple[Workload, ...] = (
     _gsm8k("gsm8k_default", 1.49),
     _gsm8k("gsm8k_sampling", 1.35, sampling={"temperature": 0.6, "top_p": 0.9}),
-    _gsm8k("gsm8k_compile", 1.50, wishes=(_COMPILED,)),
+    _gsm8k("gsm8k_compile", 1.50, flags=_COMPILED),
     _gsm8k("gsm8k_no_fast_decode", 1.49, flags={"attn_implementation": "sdpa"}),
     _gsm8k(
         "gsm8k_bare_bones",
         1.24,
-        flags={"attn_implementation": "sdpa", "cpu_kernels": "off", "enable_prefix_caching": False},
-        wishes=(_NO_OVERLAP,),
+        flags={
+            "attn_implementation": "sdpa",
+            "cpu_kernels": "off",
+            "enable_prefix_caching": False,
+            "async_scheduling": False,
+        },
     ),
     Workload(
         name="ifeval_default",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
 
+from shoal.bench.cost import Ceiling
 from shoal.bench.rows import Row
 from shoal.cli.bench_options import (
     COMM,
+    CONTEXT,
     OFFLINE,
     SERVE,
     TP,
@@ -23,11 +25,11 @@ from shoal.cli.bench_options import (
     shared_options,
 )
 from shoal.cli.flags import taking
-from shoal.cli.options import COMMON, JSON, set_up_logs
+from shoal.cli.options import COMMON, JSON, engine_options, set_up_logs
 from shoal.cli.output import print_json
 from shoal.errors import EngineError, ShoalError, UsageError
 
-__all__ = ["app", "comm", "offline", "serve", "tp"]
+__all__ = ["app", "comm", "context", "offline", "serve", "tp"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -79,14 +81,17 @@ def offline(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any
     from shoal.cli.bench_report import document, plot, print_rows
 
     set_up_logs(options, default_level="warning")
-    rows, _, failure = _measured(model, options, "all")
+    found = _measured(model, options, "all")
+    roofs = () if found.ceiling is None else tuple(found.ceiling.roofs.values())
     if options.get("json"):
-        print_json(_document(document, model, options, rows=[row.to_dict() for row in rows]))
+        facts: dict[str, Any] = {"roofs": [asdict(roof) for roof in roofs]}
+        facts["rows"] = [row.to_dict() for row in found.rows]
+        print_json(_document(document, model, options, **facts))
     else:
-        print_rows(rows)
+        print_rows(found.rows, roofs)
     if "plot" in options:
-        plot(options["plot"], rows)
-    _raise_what_is_wrong(rows, failure)
+        plot(options["plot"], found.rows)
+    _raise_what_is_wrong(found)
 
 
 @app.command()
@@ -98,26 +103,33 @@ def tp(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any]) ->
 
     set_up_logs(options, default_level="warning")
     options = {"scale": "full", **options}
-    rows, ranks, failure = _measured(model, options, ",".join(DEFAULT_WORKLOADS))
+    found = _measured(model, options, ",".join(DEFAULT_WORKLOADS))
     threads = settings(options)[0][0].options["num_threads"]
-    lines = list(scaling(rows, ranks, threads))
+    lines = list(scaling(found.rows, found.ranks, threads))
     if options.get("json"):
         print_json(_document(document, model, options, rows=[asdict(line) for line in lines]))
     else:
         print_scaling(lines)
     if "plot" in options:
-        plot(options["plot"], rows)
-    _raise_what_is_wrong(rows, failure)
+        plot(options["plot"], found.rows)
+    _raise_what_is_wrong(found)
 
 
-def _measured(
-    model: str, options: Mapping[str, Any], workloads: str
-) -> tuple[list[Row], tuple[int, ...], ShoalError | None]:
-    """The rows, each also said on stderr when it is there; the rank counts; and what ended the measurement
-    early, if rows had been measured by then: hours of them may have been."""
+@dataclass(slots=True)
+class _Measured:
+    """Rows, and what there is to know of them."""
+
+    ranks: tuple[int, ...]
+    ceiling: Ceiling | None
+    rows: list[Row] = field(default_factory=list)
+    failure: ShoalError | None = None  # what ended the measurement early: hours of rows may be there by then
+
+
+def _measured(model: str, options: Mapping[str, Any], workloads: str) -> _Measured:
+    """The rows, each also said on stderr when it is there."""
     from shoal.bench.offline import Order, measure
     from shoal.bench.plot import check_can_plot
-    from shoal.bench.subject import load_subject
+    from shoal.bench.subject import load_ceiling, load_subject
     from shoal.bench.workloads import Scale, named
     from shoal.cli.bench_report import row_line
 
@@ -128,6 +140,8 @@ def _measured(
     scale = Scale.parse(options.get("scale", "ci"))
     shared = shared_options(model, options)
     subject, path = load_subject(shared)
+    totals = [s.options["tensor_parallel_size"] * s.options["num_threads"] for s in ours]
+    ceiling = load_ceiling(shared, path, totals) if any(w.is_bare for w in chosen) else None
     order = Order(
         workloads=chosen,
         settings=ours,
@@ -135,17 +149,18 @@ def _measured(
         scale=scale,
         repeats=options.get("repeats", 3),
         peers=peers(options, path, threads, subject.max_model_len),
+        ceiling=ceiling,
     )
-    rows: list[Row] = []
+    found = _Measured(ranks, ceiling)
     try:
         for row in measure(order, subject):
             typer.echo(row_line(row), err=True)
-            rows.append(row)
+            found.rows.append(row)
     except ShoalError as error:
-        if not rows:
+        if not found.rows:
             raise
-        return rows, ranks, error
-    return rows, ranks, None
+        found.failure = error
+    return found
 
 
 def _document(document: Any, model: str, options: Mapping[str, Any], **further: Any) -> dict[str, Any]:
@@ -161,16 +176,56 @@ def _document(document: Any, model: str, options: Mapping[str, Any], **further: 
     return found
 
 
-def _raise_what_is_wrong(rows: list[Row], failure: ShoalError | None) -> None:
+def _raise_what_is_wrong(found: _Measured) -> None:
     """Raises:
     ShoalError: what ended the measurement early.
     EngineError: a row is incoherent.
     """
-    if failure is not None:
-        raise failure
-    wrong = [row.workload.name for row in rows if not row.is_coherent]
+    if found.failure is not None:
+        raise found.failure
+    wrong = [row.workload.name for row in found.rows if not row.is_coherent]
     if wrong:
         raise EngineError(f"not the same computation: {', '.join(wrong)}")
+
+
+@app.command()
+@taking(CONTEXT, JSON, COMMON)
+def context(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any]) -> None:
+    """Measure how a token's time grows with its context, beside the bytes of keys and values it reads."""
+    from shoal.bench.context import ContextOrder, growth, measure_context
+    from shoal.bench.plot import check_can_plot
+    from shoal.bench.subject import load_ceiling, load_subject, machine
+    from shoal.cli.bench_report import document, plot_context, point_line, print_context
+    from shoal.device.cpu import threads_per_rank
+
+    set_up_logs(options, default_level="warning")
+    if "plot" in options:
+        check_can_plot(options["plot"])
+    asked: dict[str, Any] = {name: options[name] for name in ("tokens", "repeats") if name in options}
+    if "lengths" in options:
+        asked["lengths"] = numbers(options["lengths"], "lengths")
+    own = {"model": model, **engine_options(options)}
+    ranks = int(own.get("tensor_parallel_size", 1))
+    own["num_threads"] = own.get("num_threads") or threads_per_rank(ranks)
+    subject, path = load_subject(own)
+    order = ContextOrder(own, subject.tokenizer.vocab_size, subject.max_model_len, **asked)
+    order.fitting()
+    total = ranks * own["num_threads"]
+    ceiling = load_ceiling(own, path, [total])
+    points = []
+    for point in measure_context(order, None if ceiling is None else ceiling.cost):
+        typer.echo(point_line(point), err=True)
+        points.append(point)
+    roof = None if ceiling is None else ceiling.roofs[total]
+    line = growth(points, roof)
+    if options.get("json"):
+        facts = {"model": model, "options": own, "roof": None if roof is None else asdict(roof)}
+        rows = [asdict(point) for point in points]
+        print_json(document(machine(), **facts, rows=rows, growth=line.to_dict()))
+    else:
+        print_context(points, line, roof)
+    if "plot" in options:
+        plot_context(options["plot"], points, line)
 
 
 @app.command()

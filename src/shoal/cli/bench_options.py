@@ -14,6 +14,7 @@ from shoal.errors import UsageError
 
 __all__ = [
     "COMM",
+    "CONTEXT",
     "OFFLINE",
     "SERVE",
     "TP",
@@ -131,6 +132,25 @@ TP = (
     ),
     *_runs("full"),
     *_ENGINE,
+)
+
+CONTEXT = (
+    Flag(
+        name="lengths",
+        type=str,
+        help="Tokens of context, by commas; those that the model is too short for are left out.",
+        default="256,512,1024,2048,4096,8000",
+        metavar="N,...",
+    ),
+    Flag(name="tokens", type=int, help="Tokens decoded at each length.", default="24", metavar="N"),
+    Flag(name="repeats", type=int, help="Rounds; the figure is their median.", default="5", metavar="N"),
+    Flag(
+        name="plot",
+        type=Path,
+        help="Draw the times into this file too; needs matplotlib.",
+        metavar="FILE.png",
+    ),
+    *ENGINE,
 )
 
 SERVE = (
@@ -253,6 +273,7 @@ def peers(
         UsageError: no program of a name.
     """
     from shoal.bench.peers.client import PeerContender, PeerOrder
+    from shoal.device.base import resolve_device
 
     found: dict[str, Callable[[], Contender]] = {}
     for program in listed(options, "compare", ""):
@@ -263,6 +284,7 @@ def peers(
             threads=threads,
             dtype=_peer_dtype(options),
             max_model_len=max_model_len,
+            device=str(resolve_device(str(options.get("device", "auto"))).torch_device),
         )
         order.check()
         found[program] = lambda order=order: PeerContender(order)  # type: ignore[misc]

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.context import ContextPoint, Growth
+from shoal.bench.cost import Share
 from shoal.bench.latency import Percentiles, Summary
+from shoal.bench.roof import Roof
 from shoal.bench.rows import Entry, Row
 from shoal.bench.tp import Scaling
 from shoal.cli.output import human_bytes, print_lines, print_table
@@ -16,7 +19,10 @@ __all__ = [
     "document",
     "evidence",
     "plot",
+    "plot_context",
+    "point_line",
     "print_comm",
+    "print_context",
     "print_latencies",
     "print_rows",
     "print_scaling",
@@ -62,7 +68,7 @@ def row_line(row: Row) -> str:
     return f"{row.workload.name}: {', '.join(parts)}, {'coherent' if row.is_coherent else 'INCOHERENT'}"
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[Row], roofs: Sequence[Roof] = ()) -> None:
     """All rows as a table, and what must be said of them."""
     cells = []
     for row in rows:
@@ -86,7 +92,26 @@ def print_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         print_lines(f"{row.workload.name}, {e.name}: {evidence(e)}" for e in row.entries if evidence(e))
     print_lines(_first_tokens(rows))
+    print_lines(
+        f"{row.workload.name}, {e.name}: {_share(e.share)}" for row in rows for e in row.entries if e.share
+    )
+    print_lines(map(_roof, roofs))
     print_lines(f"{row.workload.name}: {note}" for row in rows for note in row.notes)
+
+
+def _share(share: Share) -> str:
+    words = f"{share.compute:.0%} of the machine's arithmetic"
+    if share.first_token_compute is not None:
+        words += f", {share.first_token_compute:.0%} up to the first token"
+    if share.decode_bandwidth is not None:
+        words += f", then {share.decode_bandwidth:.0%} of its memory bandwidth"
+    return words
+
+
+def _roof(roof: Roof) -> str:
+    threads = "1 thread" if roof.threads == 1 else f"{roof.threads} threads"
+    reads, computes = roof.bytes_per_s / 1e9, roof.flops / 1e9
+    return f"the machine, {threads}: reads {reads:.1f} GB/s, computes {computes:.0f} GFLOP/s in float32"
 
 
 def _first_tokens(rows: Sequence[Row]) -> list[str]:
@@ -186,3 +211,44 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     from shoal.bench.plot import bars
 
     bars(path, [row.workload.name for row in rows], speeds(rows), "output tokens/s")
+
+
+def point_line(point: ContextPoint) -> str:
+    """One length on one line."""
+    return f"{point.context} tokens of context: {point.ms_per_token:.2f} ms a token"
+
+
+def print_context(points: Sequence[ContextPoint], line: Growth, roof: Roof | None) -> None:
+    """Decoding at each length as a table, and what further context costs."""
+    print_table(
+        ("context", "ms/token", "keys and values read", "GB/s with weights"),
+        [
+            (
+                str(point.context),
+                f"{point.ms_per_token:.2f}",
+                human_bytes(round(point.kv_bytes)),
+                "" if point.gbytes_per_s is None else f"{point.gbytes_per_s:.1f}",
+            )
+            for point in points
+        ],
+    )
+    words = f"{line.base_ms:.2f} ms, and {line.ms_per_gbyte:.2f} ms for each GB of keys and values"
+    if line.kv_gbytes_per_s is not None:
+        words += f": {line.kv_gbytes_per_s:.1f} GB/s"
+    if line.bandwidth_share is not None:
+        words += f", {line.bandwidth_share:.0%} of what the machine reads"
+    print_lines([f"{words} (no point is further than {line.largest_deviation:.1%} from this)"])
+    print_lines([] if roof is None else [_roof(roof)])
+
+
+def plot_context(path: Path, points: Sequence[ContextPoint], line: Growth) -> None:
+    """Draw time over bytes."""
+    from shoal.bench.plot import line as draw
+
+    draw(
+        path,
+        [(point.kv_bytes / 1e6, point.ms_per_token, f"{point.context}") for point in points],
+        (line.base_ms, line.ms_per_gbyte / 1e3),
+        "MB of keys and values read for a token (words: tokens of context)",
+        "ms a token",
+    )

@@ -11,7 +11,7 @@ import pytest
 from shoal.bench.contender import Ran, Setting
 from shoal.bench.offline import Order, Subject, measure
 from shoal.bench.rows import Row
-from shoal.bench.workloads import Scale, Wish, Workload, named
+from shoal.bench.workloads import Scale, Workload, named
 from shoal.errors import EngineError, UsageError
 from support.toy import Toys, ToyTokenizer, table
 
@@ -68,6 +68,7 @@ def test_rows_with_equal_options_share_engines_and_all_are_shut_down() -> None:
     assert len(toys.opened) == 4
     bare = toys.opened[2]
     assert (bare.cpu_kernels, bare.enable_prefix_caching, bare.attn_implementation) == ("off", False, "sdpa")
+    assert bare.async_scheduling is False
     assert all(engine.is_shut_down for engine in toys.engines)
 
 
@@ -89,19 +90,12 @@ def test_engines_are_shut_down_where_a_run_fails() -> None:
     assert [engine.is_shut_down for engine in toys.engines] == [True, True]
 
 
-def test_what_the_engine_has_no_option_for_is_said() -> None:
-    workload = Workload(
-        name="w",
-        kind="random",
-        count=4,
-        prompt_tokens=16,
-        max_tokens=16,
-        wishes=(Wish("no_such_option", True, "measured without"), Wish("block_size", 8, "never said")),
-    )
+def test_what_came_of_compiling_is_said() -> None:
     toys = alike()
-    (row,) = rows(toys, [workload])
-    assert row.notes == ("measured without",)
-    assert toys.opened[0].block_size == 8
+    toys.notes = ("dtype as asked", "not compiled: there is nothing left")
+    (row,) = rows(toys, ["gsm8k_compile"])
+    assert [config.compile for config in toys.opened] == [True, True]
+    assert row.notes == tuple(f"-tp {size} not compiled: there is nothing left" for size in (1, 2))
 
 
 def test_a_settings_own_option_wins_over_the_rows_and_it_is_said() -> None:

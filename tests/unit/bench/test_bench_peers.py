@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -80,6 +81,18 @@ def test_prompts_go_over_and_ids_come_back_whatever_the_program_prints(fake: Any
     with pytest.raises(EngineError, match=r"vllm 0\.1 ended with status 3"):
         peer.run([[1]], [SamplingParams(max_tokens=1)])
     peer.close()
+
+
+def test_what_a_program_started_ends_with_it(fake: Any, tmp_path: Path) -> None:
+    sleeper = "[sys.executable, '-c', 'import time; time.sleep(300)']"
+    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
+    fake("vllm", f"import subprocess, sys\nchild = subprocess.Popen({sleeper})\n{noted}\n{VLLM}")
+    peer = PeerContender(order("vllm", "folder"))
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    assert child.is_running()
+    peer.close()
+    gone, _ = psutil.wait_procs([child], timeout=20)
+    assert gone == [child]
 
 
 def test_branches_follow_their_request() -> None:

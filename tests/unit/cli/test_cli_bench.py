@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from shoal.bench.comm import Order, Row
+from shoal.bench.context import ContextPoint
+from shoal.bench.cost import Ceiling, Cost
 from shoal.bench.latency import Sample, Target, summarise
 from shoal.bench.offline import Subject, measure
+from shoal.bench.roof import Roof
 from support.toy import Toys, ToyTokenizer, table
 
 
@@ -75,6 +78,11 @@ def test_wrong_numbers_and_names_are_wrong_usage(run):
         assert not ended.out
 
 
+def _ceiling(options, path, threads):
+    cost = Cost(1000, 100, unread_parameters=0, pair_flops=10, window=None)
+    return Ceiling(cost, {number: Roof(number, 25e9, 1e11) for number in threads})
+
+
 @pytest.fixture
 def toys(monkeypatch):
     """Engines are tables; what they are opened with is kept."""
@@ -82,6 +90,7 @@ def toys(monkeypatch):
     monkeypatch.setattr(
         "shoal.bench.subject.load_subject", lambda options: (Subject(ToyTokenizer(), 4096), Path("folder"))
     )
+    monkeypatch.setattr("shoal.bench.subject.load_ceiling", _ceiling)
     monkeypatch.setattr("shoal.bench.offline.measure", lambda order, subject: measure(order, subject, found))
     return found
 
@@ -139,6 +148,37 @@ def test_engine_options_reach_every_engine_and_kernels_are_measured_each(run, to
     )  # fmt: skip
     assert [c.attn_implementation for c in toys.opened] == ["sdpa", "eager"]
     assert {(c.model, c.dtype, c.block_size) for c in toys.opened} == {("toy", "float32", 8)}
+
+
+def test_offline_tells_the_share_of_the_machine_where_prompts_share_nothing(run, toys):
+    arguments = ["toy", "--workload", "few_blocks,one_request", "-tp", "1,2", "--num-threads", "1"]
+    document = json.loads(run("bench", "offline", *arguments, "--repeats", "1", "--json").out)
+    assert [roof["threads"] for roof in document["roofs"]] == [1, 2]
+    shared, alone = ([entry["share_of_machine"] for entry in row["entries"]] for row in document["rows"])
+    assert shared == [None, None]
+    for share in alone:
+        assert share["compute"] > 0 and share["first_token_compute"] > 0
+    out = run("bench", "offline", *arguments, "--repeats", "1").out
+    assert "of the machine's arithmetic" in out
+    assert "the machine, 2 threads: reads 25.0 GB/s, computes 100 GFLOP/s in float32" in out
+
+
+def test_context_tells_what_further_keys_and_values_cost(run, toys, monkeypatch, tmp_path):
+    asked = []
+
+    def measured(order, cost):
+        asked.append((order.options["tensor_parallel_size"], order.fitting(), order.tokens, order.repeats))
+        yield ContextPoint(100, 12.0, 1e6, 5e6, 0.4, (12.0,))
+        yield ContextPoint(200, 14.0, 2e6, 6e6, 0.4, (14.0,))
+
+    monkeypatch.setattr("shoal.bench.context.measure_context", measured)
+    arguments = ["toy", "-tp", "2", "--lengths", "200,100,5000", "--tokens", "4", "--repeats", "2"]
+    document = json.loads(run("bench", "context", *arguments, "--json").out)
+    assert asked == [(2, [100, 200], 4, 2)]
+    assert [row["context"] for row in document["rows"]] == [100, 200]
+    assert document["growth"]["kv_gbytes_per_s"] == pytest.approx(0.5)
+    out = run("bench", "context", *arguments).out
+    assert "10.00 ms, and 2000.00 ms for each GB of keys and values: 0.5 GB/s, 2% of" in out
 
 
 def test_tp_tells_speed_up_and_efficiency(run, toys):

@@ -35,6 +35,7 @@ class PeerOrder:
     threads: int  # in all
     dtype: str = "float32"
     max_model_len: int = 2048
+    device: str = "cpu"  # as torch calls it
 
     def check(self) -> None:
         """Refuse a program that is not known.

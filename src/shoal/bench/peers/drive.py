@@ -2,9 +2,9 @@
 
 Stands alone: it imports nothing of shoal, which need not be installed there. Lines of JSON come on stdin, one
 answer to each goes to what stdout was at the start; what programs print goes to stderr. The first line says
-what to load (``program, model, threads, dtype, max_model_len``), each later one has ``requests``, a list of
-``{prompt, max_tokens, temperature, top_p, n, seed, ignore_eos}``; the answer has ``seconds`` and ``ids``
-[request][branch][token].
+what to load (``program, model, threads, dtype, max_model_len, device``), each later one has ``requests``, a
+list of ``{prompt, max_tokens, temperature, top_p, n, seed, ignore_eos}``; the answer has ``seconds`` and
+``ids`` [request][branch][token].
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +33,8 @@ class RefusedError(Exception):
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer until stdin ends; then end, with all processes that the program has started."""
+    os.setpgrp()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # A script's own folder comes first, whose files are not what programs mean by their names.
@@ -54,7 +56,7 @@ def main() -> None:
             answer = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
     answers.flush()
-    os._exit(0)  # threads of the programs abort a process that ends in the usual way
+    os.killpg(0, signal.SIGKILL)  # some leave processes behind, or abort in threads, if they may end as usual
 
 
 def _timed(serve: Callable[[list[Request]], list[list[list[int]]]]) -> Serve:
@@ -103,7 +105,7 @@ def _transformers_model(package: Any, order: dict[str, Any]) -> Any:
     model = package.AutoModelForCausalLM.from_pretrained(
         order["model"], dtype=getattr(torch, order["dtype"]), attn_implementation="sdpa"
     )
-    return model.eval()
+    return model.to(order["device"]).eval()
 
 
 def _generation_config(package: Any, model: Any, requests: list[Request]) -> Any:
@@ -159,7 +161,7 @@ def _generate(package: Any, order: dict[str, Any]) -> Serve:
         for request in requests:
             config = _generation_config(package, model, [request])
             torch.manual_seed(request["seed"])
-            prompt = torch.tensor([request["prompt"]])
+            prompt = torch.tensor([request["prompt"]], device=model.device)
             with torch.inference_mode():
                 out = model.generate(
                     prompt,
@@ -251,8 +253,11 @@ def _openvino(package: Any, order: dict[str, Any]) -> Serve:
     numpy = importlib.import_module("numpy")
     scheduler = package.SchedulerConfig()
     scheduler.cache_size = 1  # GB
+    # Else it computes in bfloat16 where the processor can, and keeps keys and values in 8 bits.
+    dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[order["dtype"]]
+    precision = {"INFERENCE_PRECISION_HINT": dtype, "KV_CACHE_PRECISION": dtype}
     pipe = package.ContinuousBatchingPipeline(
-        order["model"], scheduler, "CPU", {"INFERENCE_NUM_THREADS": order["threads"]}
+        order["model"], scheduler, "CPU", {"INFERENCE_NUM_THREADS": order["threads"], **precision}
     )
 
     def serve(requests: list[Request]) -> list[list[list[int]]]:
