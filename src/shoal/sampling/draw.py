@@ -8,7 +8,8 @@ The filters are vLLM's, in its order: after the temperature, min_p drops tokens 
 ``min_p`` times the most likely one; top_k keeps the first k in :mod:`shoal.sampling.order`; top_p
 keeps the shortest run of first tokens whose renormalised probabilities reach ``top_p``. Each keeps a
 run of first tokens and always the very first, so they are applied to a sorted run of candidates, which
-is widened for the rows it turns out too short for.
+is widened for the rows it turns out too short for: at once by as much as is missing at least, were all
+further tokens as likely as the last candidate.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["draw"]
 _TOP_K_WIDTH = 64  # candidates first sorted for top_k
 _TAIL_WIDTH = 256  # candidates first sorted for top_p or min_p alone, whose reach is not known before
 _WIDER = 8
+_ROUNDING = 1e-3  # of a sum of probabilities, and more
 _CPU_BLOCK = 1 << 16  # tokens raced at once: the block and its noise stay in a core's cache
 _DEVICE_BLOCK = 1 << 24  # bounds the scratch memory on an accelerator
 # exp(-80) keeps clear of float32's denormals, on which exp is many times slower. It cannot win a race:
@@ -116,17 +118,23 @@ def _draw_group(
 ) -> None:
     """Fill ``tokens[rows]``; rows for which ``width`` candidates are too few are drawn again, wider."""
     vocab = scores.shape[1]
-    while rows:
-        index = torch.tensor(rows, device=scores.device)
-        own = scores if len(rows) == scores.shape[0] else scores[index]
-        if width == 0:
-            tokens[index] = _race_all(own, filters[index], keys[index])
-            return
-        values, ids = order.largest(own, width)
-        values, complete = _filter(own, values, filters[index])
-        tokens[index] = _race(values, ids, keys[index])
-        rows = [row for row, is_complete in zip(rows, complete.tolist(), strict=True) if not is_complete]
-        width = _widened(width, vocab)
+    index = torch.tensor(rows, device=scores.device)
+    own = scores if len(rows) == scores.shape[0] else scores[index]
+    if width == 0:
+        tokens[index] = _race_all(own, filters[index], keys[index])
+        return
+    values, ids = order.largest(own, width)
+    values, needed = _filter(own, values, filters[index])
+    tokens[index] = _race(values, ids, keys[index])
+    wider: dict[int, list[int]] = defaultdict(list)
+    for row, least in zip(rows, needed.tolist(), strict=True):
+        next_width = width
+        while next_width < min(least, vocab):
+            next_width = _widened(next_width, vocab)
+        if next_width > width:
+            wider[next_width].append(row)
+    for next_width, open_rows in wider.items():
+        _draw_group(scores, filters, keys, open_rows, next_width, tokens)
 
 
 def _temper(scores: torch.Tensor, maximum: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -145,8 +153,8 @@ def _filter(
         filters: of the rows.
 
     Returns:
-        the tempered values [rows, width], -inf where dropped; and bool [rows]: all that survives is
-        among the candidates.
+        the tempered values [rows, width], -inf where dropped; and float32 [rows]: of how many candidates a
+        row needs at least, ``width`` if all that survives is among these.
     """
     width = values.shape[1]
     maximum = values[:, :1].clone()
@@ -157,8 +165,9 @@ def _filter(
     complete = (values[:, -1] == -torch.inf) | (filters.top_k.squeeze(-1) <= width)
     if width == scores.shape[1]:
         complete = torch.ones_like(complete)
+    short = torch.where(complete, width, width + 1.0)
     if bool((filters.top_p == torch.inf).all()):
-        return values, complete
+        return values, short
     total = values.exp().sum(dim=-1, keepdim=True)
     if not bool(complete.all()):
         open_rows = (~complete).nonzero().squeeze(-1)
@@ -166,8 +175,11 @@ def _filter(
     probabilities = values.exp() / total
     reached = probabilities.cumsum(dim=-1)
     before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
+    missing = (filters.top_p - reached[:, -1:]).squeeze(-1)
     values.masked_fill_(before >= filters.top_p, -torch.inf)
-    return values, complete | (reached[:, -1:] >= filters.top_p).squeeze(-1)
+    further = (missing - _ROUNDING).clamp_(min=0) / probabilities[:, -1]
+    further.masked_fill_(missing == torch.inf, 0)  # no top_p: what the other filters leave is not known
+    return values, torch.where(complete | (missing <= 0), width, short + further)
 
 
 def _likelihoods(

@@ -8,10 +8,12 @@ rank 1 and comes first among the most likely.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 __all__ = ["largest", "ranks"]
 
+_PACKED_FROM = 1024  # so many wanted on a CPU, sorting packed keys takes less than half of torch's time
 _SLACK = 32  # extra candidates, so that ties around the k-th place seldom need a full sort
 
 
@@ -27,6 +29,8 @@ def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     vocab = scores.shape[1]
     k = min(k, vocab)
+    if k >= _PACKED_FROM and scores.device.type == "cpu" and scores.dtype is torch.float32:
+        return _largest_packed(scores, k)
     width = min(k + _SLACK, vocab)
     if width == vocab:
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
@@ -41,6 +45,23 @@ def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         values[cut_in_ties] = full_values[:, :width]
         ids[cut_in_ties] = full_ids[:, :width]
     return values[:, :k], ids[:, :k]
+
+
+def _largest_packed(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`largest` by integers of 64 bits, each a score and, below it, a place from behind: no two equal.
+
+    Row by row, so that a row's keys stay in the cache.
+    """
+    vocab = scores.shape[1]
+    behind = torch.arange(vocab - 1, -1, -1)
+    ids = torch.empty(scores.shape[0], k, dtype=torch.int64)
+    for row, out in zip(scores, ids, strict=True):
+        bits = row.add(0.0).view(torch.int32)  # one zero of the two
+        bits ^= (bits >> 31) & 0x7FFFFFFF  # in the order of the floats
+        keys = (bits.to(torch.int64) << 32).bitwise_or_(behind).numpy()
+        first = np.sort(np.partition(keys, vocab - k)[vocab - k :] if k < vocab else keys)[::-1]
+        out.copy_(torch.from_numpy(vocab - 1 - (first & 0xFFFFFFFF)))
+    return scores.gather(-1, ids), ids
 
 
 def _break_ties(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

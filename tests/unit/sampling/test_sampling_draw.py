@@ -12,7 +12,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from shoal.messages import SamplingSpec
-from shoal.sampling import noise
+from shoal.sampling import noise, order
 from shoal.sampling.draw import draw
 
 
@@ -121,6 +121,24 @@ def test_ties_at_the_cut_keep_the_lowest_ids() -> None:
     assert set(top_k.tolist()) == {0, 1, 2}
     top_p = draw(scores, [SamplingSpec(temperature=1.0, top_p=0.0099)] * 500, keys(500))
     assert set(top_p.tolist()) == {0, 1, 2, 3}
+
+
+def test_rows_are_widened_each_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaked: not at all. Half the vocabulary: at once to all of it. Some hundreds: to the next width."""
+    widths: list[tuple[int, int]] = []
+    largest = order.largest
+
+    def noted(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        widths.append((scores.shape[0], k))
+        return largest(scores, k)
+
+    monkeypatch.setattr(order, "largest", noted)
+    scores = torch.zeros(3, 40_000)
+    scores[0, 7] = 30.0
+    scores[2, :500] = 20.0
+    tokens = draw(scores, [SamplingSpec(temperature=1.0, top_p=0.6)] * 3, keys(3)).tolist()
+    assert sorted(widths) == [(1, 2048), (1, 40_000), (3, 256)]
+    assert tokens[0] == 7 and tokens[1] < 24_000 and tokens[2] < 300
 
 
 def test_an_exact_sum_reaches_top_p() -> None:

@@ -26,6 +26,22 @@ def test_largest_is_the_first_k_of_the_stable_order(step: float, k: int) -> None
     assert torch.equal(values, scores.gather(1, ids))
 
 
+@pytest.mark.parametrize("step", [1e-6, 0.5, 100.0])
+@pytest.mark.parametrize("k", [1024, 2000, 3000])
+def test_many_are_in_the_same_order(step: float, k: int) -> None:
+    """Zeros of both signs are equal, and what is barred comes last."""
+    scores = rounded(4, 3000, step)
+    scores[:, ::3] *= 0.0
+    scores[1] = -scores[1].abs()
+    scores[2, 5:] = -torch.inf
+    before = scores.clone()
+    values, ids = order.largest(scores, k)
+    for row in (0, 1, 3):
+        assert ids[row].tolist() == reference.ordered(scores[row].numpy())[:k]
+    assert sorted(ids[2, :5].tolist()) == [0, 1, 2, 3, 4] and (values[2, 5:] == -torch.inf).all()
+    assert torch.equal(values, scores.gather(1, ids)) and torch.equal(scores, before)
+
+
 def test_largest_lists_finite_tokens_before_barred_ones() -> None:
     scores = torch.full((2, 500), -torch.inf)
     scores[0, 400], scores[0, 3], scores[1, 7] = 1.0, 1.0, -5.0
