@@ -80,6 +80,8 @@ class CheckpointReader:
     def _open_shards(self, index: Path) -> None:
         files: dict[str, _File] = {}
         for name, shard in _weight_map(index).items():
+            if Path(shard).is_absolute() or ".." in Path(shard).parts:
+                raise CheckpointError(f"{index}: the shard {shard!r} is outside its folder")
             path = index.parent / shard
             if shard not in files:
                 if not path.is_file():

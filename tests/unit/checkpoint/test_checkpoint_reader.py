@@ -162,6 +162,18 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
         CheckpointReader(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "shard", ["../model-00001-of-00002.safetensors", "/model-00001-of-00002.safetensors"]
+)
+def test_an_index_that_leads_out_of_its_folder_is_an_error(tmp_path: Path, shard: str) -> None:
+    index = save(tmp_path, "shards") / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["ghost"] = shard
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="is outside its folder"):
+        CheckpointReader(tmp_path)
+
+
 def test_an_index_that_names_a_tensor_its_shard_lacks_is_an_error(tmp_path: Path) -> None:
     index = save(tmp_path, "shards") / "model.safetensors.index.json"
     content = json.loads(index.read_text())

@@ -233,7 +233,7 @@ def test_a_loading_server_is_a_503_with_retry_after(ask):
         ({"Authorization": "bearer s3cret"}, 200),
     ],
 )
-def test_the_key_is_asked_for_under_v1(ask, headers, status):
+def test_the_key_is_asked_for(ask, headers, status):
     settings = ServerSettings(model="demo", api_key="s3cret")
     answer = ask("POST", "/v1/completions", settings=settings, headers=headers, json={"prompt": "a"})
     assert answer.status_code == status
@@ -241,9 +241,24 @@ def test_the_key_is_asked_for_under_v1(ask, headers, status):
         assert error_of(answer, 401)["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [(None, 200), ("http://test", 200), ("http://evil.example", 403), ("null", 403), ("http://[", 403)],
+)
+def test_a_web_page_of_another_origin_is_refused_unless_it_has_a_key(ask, origin, status):
+    headers = {} if origin is None else {"Origin": origin}
+    assert ask("POST", "/v1/completions", headers=headers, json={"prompt": "a"}).status_code == status
+    assert ask("GET", "/health", headers=headers).status_code == 200
+    keyed = ServerSettings(model="demo", api_key="s3cret")
+    headers["Authorization"] = "Bearer s3cret"
+    answer = ask("POST", "/v1/completions", settings=keyed, headers=headers, json={"prompt": "a"})
+    assert answer.status_code == 200
+
+
 def test_without_the_key_bodies_and_paths_are_not_looked_at(ask):
     settings = ServerSettings(model="demo", api_key="s3cret")
     error_of(ask("POST", "/v1/completions", settings=settings, content=b"{"), 401)
-    error_of(ask("GET", "/v1/nothing", settings=settings), 401)
+    for path in ("/v1/nothing", "/v1", "/score", "/docs", "/openapi.json", "//health", "/health/", "/HEALTH"):
+        error_of(ask("GET", path, settings=settings), 401)
     for path in ("/health", "/ready", "/metrics", "/version"):
         assert ask("GET", path, settings=settings).status_code == 200
