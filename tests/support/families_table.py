@@ -14,6 +14,7 @@ import dataclasses
 import json
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from shoal.errors import UnsupportedError
 from shoal.plan.footprint import Footprint, footprint
 from shoal.plan.skeleton import build_on_meta
 from shoal.plan.types import Plan, pattern_of
@@ -29,12 +31,15 @@ from shoal.prove import plan_and_prove
 from support.rank_pool import RankPool, RankPoolError
 from support.zoo.catalogue import LISTED, UNLISTED
 from support.zoo.cell import Reference, make_reference, run_cell
+from support.zoo.encode import LENGTHS, encode
 from support.zoo.family import Family
+from support.zoo.serve import save
 
 __all__ = ["Row", "exceptions", "measure"]
 
 RANKS = (2, 3, 4)  # of the listed families
 UNLISTED_RANKS = (2,)
+SERVED_RANKS = (1, 2, 3)  # of encoders, through the engine
 
 
 @dataclasses.dataclass
@@ -53,6 +58,8 @@ class Row:
     seconds: float = 0.0  # of planning and proof
     errors: dict[str, float] = dataclasses.field(default_factory=dict)  # "2 eager float64" -> relative error
     generates: str = ""
+    served_way: str = ""  # of encoders, through the engine's ranks
+    served: dict[str, float] = dataclasses.field(default_factory=dict)  # ranks -> relative error
     exceptions: list[str] = dataclasses.field(default_factory=list)
     failure: str = ""
 
@@ -77,6 +84,19 @@ def measure(family: Family, pool: RankPool | None, ranks: Sequence[int] = RANKS)
     return row
 
 
+def _serve(row: Row, family: Family) -> None:
+    """Have an encoder's ranks encode texts of different lengths at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(family, Path(folder))
+        for count in SERVED_RANKS:
+            try:
+                found = encode(family, path, count)
+            except UnsupportedError as error:
+                row.served_way = f"not served: {str(error)[:200]}"
+                return
+            row.served_way, row.served[str(count)] = found.way, found.error
+
+
 def _fill(row: Row, family: Family, pool: RankPool | None, ranks: Sequence[int]) -> None:
     model_class, config = family.load()
     row.model_class = model_class.__name__
@@ -92,6 +112,8 @@ def _fill(row: Row, family: Family, pool: RankPool | None, ranks: Sequence[int])
                 if attention not in references:
                     references[attention] = make_reference(family, attention)
                 _run(row, plan, attention, references[attention], pool)
+    if pool is not None and family.kind == "encoder":
+        _serve(row, family)
 
 
 def _describe(row: Row, plan: Plan, costs: Footprint, model_class: type, config: object) -> None:
@@ -131,6 +153,22 @@ def _run(row: Row, plan: Plan, attention: str, reference: Reference, pool: RankP
 # ------------------------------------------------------------------ the page
 
 
+def _encoders(rows: list[Row]) -> Iterator[str]:
+    """How encoders are served."""
+    chosen = [row for row in rows if row.served_way]
+    if not chosen:
+        return
+    yield f"Encoders through the engine: {len(LENGTHS)} texts of different lengths at once.\n"
+    yield f"| family | way | {' | '.join(f'{count} rank(s)' for count in SERVED_RANKS)} |"
+    yield "|---|---|" + "---|" * len(SERVED_RANKS)
+    for row in chosen:
+        errors = [
+            f"{row.served[str(count)]:.0e}" if str(count) in row.served else "" for count in SERVED_RANKS
+        ]
+        yield f"| {row.name} | {row.served_way} | {' | '.join(errors)} |"
+    yield ""
+
+
 def page(tables: dict[str, list[Row]]) -> Iterator[str]:
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
     yield "# Families\n"
@@ -143,6 +181,7 @@ def page(tables: dict[str, list[Row]]) -> Iterator[str]:
     for title, rows in tables.items():
         yield f"## {title}\n"
         yield from _table(rows)
+        yield from _encoders(rows)
         yield from _exceptions(rows)
 
 
@@ -156,6 +195,11 @@ def _legend() -> Iterator[str]:
         "padded left and right; float32 is where the model's own code gives no finite numbers in float64."
     )
     yield "- *greedy*: 8 tokens with cache are the same on every rank; blank: nothing is generated."
+    yield (
+        "- *way* of an encoder: *packed* computes layers on the texts' tokens alone, *padded* on texts of "
+        "like length with a mask, *alone* on one text after the other; beside it the largest relative error "
+        "of vectors and words against transformers, one text at a time."
+    )
     yield "- *s*: seconds of planning and proof at 2 ranks.\n"
 
 

@@ -37,11 +37,12 @@ class KVShape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What differs from plain causal attention, and the scale. Hashable, so masks can be kept by it."""
+    """What differs from plain attention, and the scale. Hashable, so masks can be kept by it."""
 
     scale: float
     window: int | None = None  # a query sees this many positions back, itself included
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    is_causal: bool = True  # False: it sees as many positions ahead as it sees back
 
 
 @dataclass(slots=True)
@@ -73,9 +74,9 @@ class Prefill:
     stop: int
     block_ids: torch.Tensor  # [blocks] int64
     length: int  # positions visible to its last token
-    masks: dict[int | None, torch.Tensor | None] = field(
+    masks: dict[tuple[int | None, bool], torch.Tensor | None] = field(
         default_factory=dict
-    )  # by window: [stop - start, length]
+    )  # by window and whether it is causal: [stop - start, length]
 
 
 @dataclass(slots=True)

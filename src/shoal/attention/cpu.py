@@ -24,6 +24,7 @@ __all__ = ["CpuPaged"]
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _LINE_BYTES = 64
 _MOST_LANES = 16  # a record and a tile of keys are laid out for the widest vectors there are
+_ALL = 1 << 40  # positions, more than any sequence has
 _WRITE_ALONE_BYTES = 1 << 16  # a copy of less is done before another thread has woken up
 
 
@@ -165,7 +166,7 @@ class CpuPaged:
         fields[at.KEYS : at.OUT] = (*places, _kind(pages.keys.dtype))
         fields[at.HEADS : at.SCALE] = (heads, group, key_width, pages.values.shape[-1], block_size)
         fields[at.SCALE : at.SEQUENCES] = (
-            _bits(variant.scale), _bits(variant.softcap or 0.0), variant.window or 0,
+            _bits(variant.scale), _bits(variant.softcap or 0.0), _window(variant),
             0 if sinks is None else sinks.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
         )  # fmt: skip
 
@@ -184,7 +185,7 @@ class CpuPaged:
             heads: KV heads.
             group: query heads that read one of them.
         """
-        work = self._work_of(batch, heads, group, variant.window or 0)
+        work = self._work_of(batch, heads, group, _window(variant))
         return (*work.fields, *self._memory_fields(key_width, value_width, work.num_records))
 
     def _memory_fields(self, key_width: int, value_width: int, num_records: int) -> tuple[int, ...]:
@@ -296,6 +297,13 @@ def _page_place(pool: torch.Tensor) -> tuple[int, int, int]:
     """Address and byte strides of the slots and heads of [N, S, H, E]."""
     item, (_, slot, head, _) = pool.element_size(), pool.stride()
     return pool.data_ptr(), slot * item, head * item
+
+
+def _window(variant: Variant) -> int:
+    """The word WINDOW of a call."""
+    if variant.is_causal:
+        return variant.window or 0
+    return -(variant.window or _ALL)
 
 
 def _bits(value: float) -> int:

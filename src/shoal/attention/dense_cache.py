@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from shoal.attention import pages as paging
 from shoal.attention.base import KVShape, LayerPages
 
-__all__ = ["PaddedBatch", "dense_cache", "measuring_cache"]
+__all__ = ["PaddedBatch", "dense_cache", "measuring_cache", "page_in"]
 
 
 @dataclass(slots=True)
@@ -53,12 +53,10 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         paging.write(self._pages, keys.flatten(0, 1), values.flatten(0, 1), batch.slots)
         if batch.length == keys.shape[1]:
             return key_states, value_states
-        past_keys = self._pages.keys.flatten(0, 1)[batch.past]
-        past_values = self._pages.values.flatten(0, 1)[batch.past]
-        return (
-            torch.cat([past_keys, keys], 1).transpose(1, 2),
-            torch.cat([past_values, values], 1).transpose(1, 2),
-        )
+        past_keys = self._pages.keys.flatten(0, 1)[batch.past].transpose(1, 2)
+        past_values = self._pages.values.flatten(0, 1)[batch.past].transpose(1, 2)
+        # Contiguous as the model's own cache makes them: some code views them.
+        return torch.cat([past_keys, key_states], 2), torch.cat([past_values, value_states], 2)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Some versions pass cache positions here; all that counts is how many there are.
@@ -79,6 +77,17 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 def dense_cache(pages: list[LayerPages], batch: PaddedBatch) -> Cache:
     """A cache for one forward call over ``batch``."""
     return Cache(layers=[_PagedLayer(layer, batch, []) for layer in pages])
+
+
+def page_in(layer: Any, pages: LayerPages | None, batch: PaddedBatch) -> None:
+    """Have a layer of a model's own cache keep its keys and values in ``pages`` for one forward call.
+
+    Whatever else it keeps stays with it. A layer without any (None) says how long the others are.
+    """
+    paged = _PagedLayer(pages, batch, [])
+    for name in ("get_mask_sizes", "get_seq_length", *(() if pages is None else ("update",))):
+        if hasattr(layer, name):
+            setattr(layer, name, getattr(paged, name))
 
 
 def measuring_cache(num_layers: int) -> tuple[Cache, list[list[KVShape]]]:

@@ -19,12 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shoal.attention import pages as paging
 from shoal.attention.base import AttentionBatch, KVShape, LayerPages, PagedKernel, Variant, WritesPages
-from shoal.attention.sdpa import causal
+from shoal.attention.sdpa import unpaged
 
 __all__ = ["NAME", "Attends", "AttentionContext", "attach", "lent"]
 
 NAME = "shoal_paged"
 _ATTRIBUTE = "_shoal_attention"
+_CAUSAL = "_shoal_is_causal"
 
 
 class Attends(Protocol):
@@ -46,7 +47,7 @@ class Attends(Protocol):
 class AttentionContext:
     """One model's attention state.
 
-    With no batch set it *measures*: the tokens are one sequence, attended to causally without pages, and
+    With no batch set it *measures*: the tokens are one sequence, attended to without pages, and
     each layer's KV shape is noted in call order. With a batch it serves.
     """
 
@@ -71,10 +72,16 @@ class AttentionContext:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.batch is None:
             self._note(module, KVShape(k.shape[1], k.shape[2], v.shape[2]))
-            return causal(q, k, v, variant, sinks)[None]
+            return unpaged(q, k, v, variant, sinks)[None]
         layer = self.pages[self._layer_of[module]]
         self._write(layer, k, v, self.batch.slots)
         return self.kernel(q, layer, self.batch, variant, sinks)[None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
+        """A copy of a module attends to the same: some models share module instances, activations say, with
+        every other of their class, and what hangs on those would be copied with any of these.
+        """
+        return self
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -105,15 +112,17 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     context: Attends = getattr(module, _ATTRIBUTE)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return context.attend(module, query, key, value, Variant(scale, sliding_window, softcap), s_aux), None
+    variant = Variant(scale, sliding_window, softcap, getattr(module, _CAUSAL))
+    return context.attend(module, query, key, value, variant, s_aux), None
 
 
-def attach(model: PreTrainedModel, context: AttentionContext) -> None:
-    """Send ``model``'s attention to ``context`` from now on."""
+def attach(model: PreTrainedModel, context: AttentionContext, is_causal: bool = True) -> None:
+    """Send ``model``'s attention to ``context`` from now on, as a decoder's or as an encoder's."""
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, _paged_attention)
     for module in model.modules():
         object.__setattr__(module, _ATTRIBUTE, context)
+        object.__setattr__(module, _CAUSAL, is_causal)
         config = getattr(module, "config", None)
         if config is not None:
             config._attn_implementation = NAME

@@ -6,6 +6,8 @@ when they are made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shoal.attention.base import (
@@ -29,7 +31,12 @@ _HEADS, _GROUP, _SHAPE = 2, 3, KVShape(2, 40, 72)  # widths of no whole number o
 _BLOCK_SIZE = 4
 # (positions, new tokens): decodes of one key block and of two, prompts whole and in chunks
 _SEQUENCES = ((1, 1), (9, 1), (150, 1), (7, 7), (140, 5))
-_VARIANTS = ((Variant(0.2), False), (Variant(0.1, window=6, softcap=3.0), True))
+_VARIANTS = (
+    (Variant(0.2), False),
+    (Variant(0.1, window=6, softcap=3.0), True),
+    (Variant(0.2, is_causal=False), False),
+    (Variant(0.1, window=20, is_causal=False), False),
+)
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of results up to some 3
 
 
@@ -39,11 +46,13 @@ class KernelMaker:
     Args:
         dtype: of the model and its pages.
         num_threads: that a kernel of ours computes with.
+        cores: one for each of them; None: wherever the system puts them.
     """
 
-    def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, dtype: torch.dtype, num_threads: int, cores: Sequence[int] | None = None) -> None:
         self._dtype = dtype
         self._num_threads = num_threads
+        self._cores = cores
         self._made = dict(_REFERENCES)
 
     def make(self, name: str) -> PagedKernel:
@@ -56,7 +65,7 @@ class KernelMaker:
             from shoal.attention.cpu import CpuPaged
             from shoal.jit.team import Team
 
-            self._made[name] = CpuPaged(Team(self._num_threads))
+            self._made[name] = CpuPaged(Team(self._num_threads, self._cores))
         if name not in self._made:
             raise LookupError(name)
         return self._made[name]

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from shoal.attention.base import AttentionBatch, DecodeGroup, LayerPages, Prefill, Variant
 from shoal.attention.pages import gather
 
-__all__ = ["causal", "paged_eager", "paged_sdpa"]
+__all__ = ["paged_eager", "paged_sdpa", "unpaged"]
 
-# query [B, Hq, Q, Ek], key [B, H, L, Ek], value [B, H, L, Ev], mask or None (causal, Q == L), variant,
+# query [B, Hq, Q, Ek], key [B, H, L, Ek], value [B, H, L, Ev], mask or None (Q == L and no window), variant,
 # sinks broadcastable to [B, Hq, Q, 1] or None; returns [B, Hq, Q, Ev]
 _Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Variant, torch.Tensor | None],
@@ -49,7 +49,7 @@ def paged_eager(
     return _paged(query, pages, batch, variant, sinks, _eager)
 
 
-def causal(
+def unpaged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, variant: Variant, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """One sequence without pages.
@@ -63,7 +63,7 @@ def causal(
         [T, Hq, Ev].
     """
     tokens = query.shape[0]
-    mask = _causal_mask(tokens, tokens, variant.window, query.device)
+    mask = _mask(tokens, tokens, variant, query.device)
     attend = _sdpa if variant.softcap is None and sinks is None else _eager
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = attend(q, k, v, mask, variant, None if sinks is None else sinks.view(1, -1, 1, 1))
@@ -122,23 +122,24 @@ def _prefill(
 ) -> torch.Tensor:
     keys = gather(pages.keys, prefill.block_ids)[:, : prefill.length]
     values = gather(pages.values, prefill.block_ids)[:, : prefill.length]
-    if variant.window in prefill.masks:
-        mask = prefill.masks[variant.window]
+    kind = variant.window, variant.is_causal
+    if kind in prefill.masks:
+        mask = prefill.masks[kind]
     else:
-        mask = _causal_mask(query.shape[0], prefill.length, variant.window, query.device)
-        prefill.masks[variant.window] = mask
+        mask = prefill.masks[kind] = _mask(query.shape[0], prefill.length, variant, query.device)
     sink_rows = None if sinks is None else sinks.view(1, -1, 1, 1)
     out = attend(query.transpose(0, 1)[None], keys[None], values[None], mask, variant, sink_rows)
     return out[0].transpose(0, 1)
 
 
-def _causal_mask(tokens: int, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """[tokens, length] bool, the last token seeing all; None where torch's own causal flag says the same."""
+def _mask(tokens: int, length: int, variant: Variant, device: torch.device) -> torch.Tensor | None:
+    """[tokens, length] bool, the tokens being the last ones; None where torch's own flag says the same."""
+    window = variant.window
     if tokens == length and (window is None or window >= length):
         return None
     at = torch.arange(length - tokens, length, device=device)[:, None]
     positions = torch.arange(length, device=device)
-    visible = positions <= at
+    visible = positions <= at if variant.is_causal else positions < at + (window or length)
     if window is not None:
         visible &= positions > at - window
     return visible
@@ -164,7 +165,7 @@ def _sdpa(
 ) -> torch.Tensor:
     key, value = _for_every_head(query, key, value)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=variant.scale
+        query, key, value, attn_mask=mask, is_causal=mask is None and variant.is_causal, scale=variant.scale
     )
 
 
@@ -182,9 +183,10 @@ def _eager(
     ) * variant.scale
     if variant.softcap is not None:
         scores = torch.tanh(scores / variant.softcap) * variant.softcap
-    if mask is None:
+    if mask is None and variant.is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    scores = scores.masked_fill(~mask, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         # A sink is one more column that takes probability and gives no value.
         column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)

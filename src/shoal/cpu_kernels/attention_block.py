@@ -51,8 +51,18 @@ def _row_position(call: int, item: int, row: int) -> Any:
 @kernel(fastmath=False, inline="always")
 def _first_visible(call: int, position: int) -> Any:
     """The first position that a query at ``position`` sees."""
-    window = load_int64(call, at.WINDOW)
+    window = abs(load_int64(call, at.WINDOW))
     return max(0, position - window + 1) if window > 0 else 0
+
+
+@kernel(fastmath=False, inline="always")
+def _end_visible(call: int, item: int, position: int) -> Any:
+    """The position behind the last that a query at ``position`` sees."""
+    window = load_int64(call, at.WINDOW)
+    if window >= 0:
+        return position + 1
+    sequence = load_int64(call, at.SEQUENCES) + 8 * at.SEQUENCE_LENGTH * load_int64(item, at.SEQUENCE)
+    return min(load_int64(sequence, at.LENGTH), position - window)
 
 
 @kernel(fastmath=False)
@@ -93,7 +103,9 @@ def attend_block(
         load_int64(call, at.RECORD_STRIDE),
     )
     width, kind = load_int64(call, at.VALUE_WIDTH), load_int64(call, at.PAGE_KIND)
-    seen = _row_position(call, item, rows - 1) + 1  # by the last row, which sees furthest
+    seen = _end_visible(
+        call, item, _row_position(call, item, rows - 1)
+    )  # by the last row, which sees furthest
     first = max(0, _first_visible(call, _row_position(call, item, 0)) - start)
     last = min(at.KEY_BLOCK, seen - start)
     slots, weights = scratch + load_int64(call, at.SLOTS), scratch + load_int64(call, at.WEIGHTS)
@@ -166,7 +178,7 @@ def _fetch_first_keys(call: int, item: int, block: int, slots: int) -> None:
     """Have the first keys of an item's block brought nearer. ``slots``: room for a tile of them."""
     start = block * at.KEY_BLOCK
     first = max(0, _first_visible(call, _row_position(call, item, 0)) - start)
-    seen = _row_position(call, item, load_int64(item, at.NUM_ROWS) - 1) + 1
+    seen = _end_visible(call, item, _row_position(call, item, load_int64(item, at.NUM_ROWS) - 1))
     tile = 2 * vector_lanes()
     begin, last = first - first % tile, min(first - first % tile + tile, seen - start)
     _find_slots(call, item, start, first, last, slots - 8 * begin)
@@ -183,7 +195,7 @@ def _weigh(
     count = end - begin
     position = _row_position(call, item, row)
     low = max(first, _first_visible(call, position) - start)
-    high = min(last, position + 1 - start)
+    high = min(last, _end_visible(call, item, position) - start)
     if low >= high:
         for key in range(begin, end):
             store_float32(weights, key, np.float32(0.0))

@@ -28,7 +28,7 @@ def plan_items(
 
     Args:
         sequences: address of the sequences (:mod:`.attention_arguments`).
-        window: positions that a query sees; 0: all.
+        window: as in a call (:data:`.attention_arguments.WINDOW`).
         items: room for ``tiles * heads + 2 * ITEMS_PER_THREAD * (threads + heads)`` items, with a tile for
             each TILE_ROWS rows of a sequence.
         bounds: room for ``threads + 2`` int64; bounds[threads + 1] becomes the number of merges.
@@ -92,10 +92,12 @@ def _total_cost(sequences: int, num_sequences: int, heads: int, group: int, wind
 
 @kernel
 def _keys(sequence: int, group: int, window: int, first_row: int, rows: int) -> tuple[int, int]:
-    """The positions that a tile's rows see: from the first that the first row sees to the last row's own."""
-    start = load_int64(sequence, at.LENGTH) - load_int64(sequence, at.NUM_TOKENS)
-    first = max(0, start + first_row // group - window + 1) if window > 0 else 0
-    return first, start + (first_row + rows - 1) // group + 1
+    """The positions that a tile's rows see: from the first that the first row sees to the last row's last."""
+    length = load_int64(sequence, at.LENGTH)
+    start = length - load_int64(sequence, at.NUM_TOKENS)
+    first = max(0, start + first_row // group - abs(window) + 1) if window != 0 else 0
+    last = start + (first_row + rows - 1) // group
+    return first, last + 1 if window >= 0 else min(length, last - window)
 
 
 @kernel

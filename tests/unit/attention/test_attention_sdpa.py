@@ -9,7 +9,7 @@ import torch
 
 from shoal.attention.base import AttentionBatch, DecodeGroup, KVShape, PagedKernel, Prefill, Variant
 from shoal.attention.pages import allocate, write
-from shoal.attention.sdpa import causal, paged_eager, paged_sdpa
+from shoal.attention.sdpa import paged_eager, paged_sdpa, unpaged
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 6, 2, 8, 4
 
@@ -81,5 +81,5 @@ def test_attention_without_pages_equals_by_hand() -> None:
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     variant = Variant(0.3, window=2)
-    got = causal(query, key, value, variant, None)
+    got = unpaged(query, key, value, variant, None)
     torch.testing.assert_close(got, by_hand(query, key, value, variant, None), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,50 @@
+"""Encoders of the zoo over ranks: texts of different lengths at once give what transformers gives one
+by one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UnsupportedError
+from support.zoo.encode import encode
+from support.zoo.encoders import ENCODERS
+from support.zoo.serve import save
+from support.zoo.unlisted_encoders import UNLISTED_ENCODERS
+
+FAMILIES = {
+    name: family
+    for name, family in {**ENCODERS, **UNLISTED_ENCODERS}.items()
+    if family.kind == "encoder" and family.is_known
+}
+UNSERVED = {"perceiver"}  # it makes vectors of latents, not of tokens
+
+WAYS = {"albert": "packed", "bert": "packed", "modernbert": "packed", "deberta_v2": "padded"}
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("encoders")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_an_encoder_over_ranks_equals_transformers(name: str, ranks: int, folder: Path) -> None:
+    found = encode(FAMILIES[name], save(FAMILIES[name], folder), ranks)
+    assert found.way == WAYS[name]
+    assert found.error < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - UNSERVED))
+def test_every_encoder_equals_transformers(name: str, ranks: int, folder: Path) -> None:
+    assert encode(FAMILIES[name], save(FAMILIES[name], folder), ranks).error < TOLERANCE
+
+
+def test_what_makes_no_vectors_of_tokens_is_refused_with_the_reason(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="makes no vector of each token"):
+        encode(FAMILIES["perceiver"], save(FAMILIES["perceiver"], folder), 1)
