@@ -17,6 +17,9 @@ from shoal.errors import ConfigError
 __all__ = ["EngineConfig", "make_config"]
 
 
+_STEP_TIMEOUT_S = 30.0
+
+
 class EngineConfig(BaseModel):
     """Everything that decides how an engine computes. Build it with :func:`make_config`."""
 
@@ -28,6 +31,7 @@ class EngineConfig(BaseModel):
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     policy: str | dict[str, Any] | None = None  # how to split it, or a file that says; None: as measured
+    runner: Literal["auto", "generate", "pooling"] = "auto"  # pooling: vectors and scores, no text
     executor: Literal["auto", "inline", "processes"] = "auto"
     replica_index: int = Field(default=0, ge=0)  # enters the seeds drawn for unseeded requests
 
@@ -37,12 +41,17 @@ class EngineConfig(BaseModel):
     quantization: Literal["int8", "int4"] | None = None  # of packed weights on a CPU; None: as the dtype says
     cpu_kernels: Literal["auto", "off"] = "auto"  # off: a CPU computes with torch alone
     comm: Literal["auto", "shm", "gloo"] = "auto"  # between CPU ranks: shared memory where they can
+    compile: bool = False  # torch.compile of what no kernel of ours computes
+    way: Literal["auto", "paged", "padded", "state", "recompute"] = "auto"  # of a decoder; auto: what proves
     num_threads: int | None = Field(default=None, ge=1)  # CPU threads per rank; None: cores / ranks
+    cpu_pinning: Literal["auto", "off"] = "auto"  # auto: CPU ranks keep to cores of their own
+    async_scheduling: bool | None = None  # a step ahead; None: where the engine has a core for it
 
     max_model_len: int | None = Field(default=None, ge=1)  # tokens, prompt and output; None: the model's
     max_num_seqs: int = Field(default=256, ge=1)  # running at once
     max_num_batched_tokens: int = Field(default=2048, ge=1)  # in one step
     max_num_queued_requests: int | None = Field(default=None, ge=1)  # waiting; None: no bound
+    max_num_queued_tokens: int | None = Field(default=None, ge=1)  # of their prompts; None: no bound
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)  # share of device memory
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)  # per rank; overrides the share
     num_gpu_blocks_override: int | None = Field(default=None, ge=1)
@@ -50,8 +59,17 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
 
     seed: int = 0
-    step_timeout: float = Field(default=300.0, gt=0)  # seconds a step may take before a rank counts as hung
+    step_timeout: float | None = Field(
+        default=None, gt=0
+    )  # seconds, then ranks count as hung; None: by speed
+    max_restarts: int = Field(default=5, ge=0)  # of failed ranks, within restart_window
+    restart_window: float = Field(default=600.0, gt=0)  # seconds
     load_timeout: float = Field(default=1800.0, gt=0)  # seconds for a rank to load
+
+    @property
+    def least_step_timeout_s(self) -> float:
+        """The step timeout, as far as it can be told before anything was measured."""
+        return self.step_timeout or _STEP_TIMEOUT_S
 
     @field_validator("quantization", mode="before")
     @classmethod

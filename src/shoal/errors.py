@@ -11,6 +11,7 @@ ShoalError
 ├── QueueFullError                      too many requests wait: HTTP 429
 └── EngineError                         run time: exit status 1, HTTP 500 or 503
     ├── RankError                       a rank raised, died or hung
+    │   └── RankMemoryError             a rank ran out of its device's memory
     └── EngineDeadError                 the engine gave up; carries the first cause
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "PlanError",
     "QueueFullError",
     "RankError",
+    "RankMemoryError",
     "RequestError",
     "ShoalError",
     "UnsupportedError",
@@ -111,6 +113,10 @@ class RankError(EngineError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class RankMemoryError(RankError):
+    """A rank ran out of its device's memory."""
 
 
 class EngineDeadError(EngineError):

@@ -2,7 +2,8 @@
 
 The engine core sends one :class:`Step` to every rank; the rank that samples (rank 0) answers with a
 :class:`StepResult`. A step is complete in itself: a rank needs its weights, its KV pages and the
-step, and keeps nothing about a request between steps. Integer lists travel as native-endian int32
+step, and keeps nothing about a request between steps but the ids it sampled in the last one: they are
+what a :data:`PLACEHOLDER_ID` in the next step stands for. Integer lists travel as native-endian int32
 bytes (``array('i').tobytes()``), which costs a copy and no per-number work. What comes once per branch
 leaves its defaults out, which halves the bytes, and is not tracked by the garbage collector: it holds
 plain data, so there are no cycles.
@@ -17,10 +18,13 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "PLACEHOLDER_ID",
     "AllocateKV",
+    "Encode",
     "Failure",
     "LoadProgress",
     "Message",
+    "Ping",
     "RankReady",
     "RankReport",
     "SamplingSpec",
@@ -35,6 +39,9 @@ __all__ = [
     "pack_ids",
     "unpack_ids",
 ]
+
+PLACEHOLDER_ID = -1
+"""As a sequence's only token in a step, and the last of its history: the one that the step before sampled."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -65,6 +72,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop tokens: barred before min_tokens
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k most likely
     logit_bias: dict[int, float] | None = None
+    num_candidates: int = 0  # of a beam: its so many most likely tokens are wanted, edits applied
 
     @property
     def needs_history(self) -> bool:
@@ -76,18 +84,23 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One branch's share of a step.
 
     Computes the tokens at positions ``start .. start + len(token_ids)``; all earlier positions are
-    already in its KV pages. Position p lives in slot ``p % block_size`` of block
+    already in its KV pages, or in its state. Position p lives in slot ``p % block_size`` of block
     ``block_ids[p // block_size]``.
     """
 
     sequence_id: int  # unique in the engine's life
     start: int
-    token_ids: bytes  # int32; at least one
+    token_ids: bytes  # int32; at least one; PLACEHOLDER_ID alone for the token sampled in the step before
     block_ids: bytes  # int32; enough blocks for start + len(token_ids) positions
+    slot: int = -1  # where its state is, of models that keep one; a share that starts at 0 begins a new state
     sampling: SamplingSpec | None = None  # None: a chunk of a prompt, nothing is sampled
     num_output: int = 0  # output tokens so far, for min_tokens
     history: bytes = b""  # int32; prompt then output ids, only if sampling.needs_history
     num_prompt: int = 0  # how many ids of history are the prompt's
+    num_encoder: int = 0  # tokens of the encoder's input, of encoder-decoders
+    cross_block_ids: bytes = b""  # int32; where what cross-attention keeps of them is
+    encoder_ids: bytes = b""  # int32; the encoder's input, in the branch's first step: to be encoded in it
+    forced_id: int = -1  # the only token that may be sampled; -1: any
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -109,12 +122,27 @@ class TokenResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     error: str | None = None
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """A rank's answer to a step; ``tokens`` is empty on ranks that do not sample."""
+class Encode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="encode"):
+    """A step of an encoder: whole texts, of which nothing is kept."""
+
+    step_id: int
+    token_ids: bytes  # int32, text after text
+    lengths: bytes  # int32, one a text
+    output: str  # "mean", "cls", "last": a vector a text; "classes"; "token_classes"; "words"
+    type_ids: bytes = b""  # int32, one a token; empty: none given
+    wanted: bytes = b""  # int32: of all tokens those whose words are wanted
+    top_k: int = 0  # most likely words of each
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="result"):
+    """A rank's answer to a step; ranks that do not sample send neither tokens nor rows."""
 
     step_id: int
     tokens: tuple[TokenResult, ...] = ()
     compute_s: float = 0.0
+    rows: bytes = b""  # float32, ``width`` each: what an :class:`Encode` asked for
+    width: int = 0
+    ids: bytes = b""  # int32, as many as rows hold numbers: the words that have these scores
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -145,18 +173,23 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     load_s: float
     kv_bytes_per_token: int
     kv_budget_bytes: int  # what this rank can give to KV pages
+    step_s: float = 0.0  # that the largest step takes, about; 0: not measured
     private_growth_bytes: int = 0  # smaps_rollup, before load to after load
     peak_growth_bytes: int = 0  # VmHWM less its value before load
     attention: str = ""  # the kernel chosen
     dtype: str = ""
+    way: str = "paged"  # how the model is served; "recompute": nothing is kept, every step brings all tokens
+    state_bytes: int = 0  # per sequence, whatever its length
     notes: tuple[str, ...] = ()
 
 
 class AllocateKV(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
-    """The second message: how many blocks every rank keeps."""
+    """The second message: how many blocks every rank keeps, and how many states."""
 
     num_blocks: int
     block_size: int
+    num_slots: int = 0
+    step_timeout_s: float = 0.0  # of the steps that follow; 0: as the configuration says
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -178,11 +211,27 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     field: str | None = None
 
 
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    """Is anybody there? Answered with the same, in its turn."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Stop serving and exit with status 0."""
 
 
-Message = Start | LoadProgress | RankReport | AllocateKV | RankReady | Step | StepResult | Failure | Shutdown
+Message = (
+    Start
+    | LoadProgress
+    | RankReport
+    | AllocateKV
+    | RankReady
+    | Step
+    | Encode
+    | StepResult
+    | Failure
+    | Ping
+    | Shutdown
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +24,8 @@ _LABEL = "model_name"
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the running batch."),
     ("num_requests_waiting", "num_waiting", "Requests that wait to be scheduled."),
+    ("num_queued_requests", "num_queued_requests", "Of these, beyond what the next step has room for."),
+    ("num_queued_tokens", "num_queued_tokens", "Prompt tokens of the requests that wait."),
     ("kv_cache_usage_perc", "kv_cache_usage", "Share of KV blocks in use; 1 is all of them."),
 )
 _COUNTERS = (
@@ -33,6 +35,8 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     ("num_preemptions", "preemptions_total", "Requests put back to be recomputed."),
     ("engine_steps", "steps_total", "Steps the engine has run."),
+    ("engine_restarts", "restarts_total", "Times the ranks were started anew after a failure."),
+    ("num_replays", "replays_total", "Sequences put back because the ranks had failed."),
 )
 _LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 _FIRST_TOKEN_BUCKETS = (
@@ -42,6 +46,7 @@ _FIRST_TOKEN_BUCKETS = (
 _INTER_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
+_REASONS = ("queue_full", "request_timeout", "client_gone", "engine_error")
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -50,6 +55,8 @@ class Stats(Protocol):
 
     num_running: int
     num_waiting: int
+    num_queued_requests: int
+    num_queued_tokens: int
     kv_cache_usage: float
     prompt_tokens_total: int
     generation_tokens_total: int
@@ -57,6 +64,8 @@ class Stats(Protocol):
     prefix_cache_hits_total: int
     preemptions_total: int
     steps_total: int
+    restarts_total: int
+    replays_total: int
     requests_total: dict[str, int]
 
 
@@ -117,6 +126,19 @@ class ServerMetrics:
         self.generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS
         )
+
+        self._failures = Counter(
+            "shoal:request_failures",
+            "Requests that were refused, failed, timed out or were left by their client.",
+            [_LABEL, "reason"],
+            registry=self.registry,
+        )
+        for reason in _REASONS:  # a series that is there from the start shows its first increase
+            self._failures.labels(model_name, reason)
+
+    def count(self, reason: str) -> None:
+        """A request ended without its whole answer, for ``reason``: a word of ours, never a client's."""
+        self._failures.labels(self._model_name, reason).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"shoal:{name}", text, [_LABEL], buckets=buckets, registry=self.registry)

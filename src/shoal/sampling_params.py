@@ -17,6 +17,7 @@ from shoal.errors import RequestError
 __all__ = ["SamplingParams"]
 
 _MOST_BRANCHES = 16384  # vLLM's bound
+_MOST_BEAMS = 256
 _MOST = 2**31 - 1  # token counts and ids travel as 32-bit integers
 
 _NEUTRAL: dict[str, Any] = {
@@ -67,6 +68,10 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k most likely
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
+    forced_bos_token_id: int | None = None  # of encoder-decoders: the first token; unset: the model's
+    num_beams: int = 1  # above 1: beam search as in transformers, greedy; n of them are returned
+    length_penalty: float = 1.0  # of beams: the exponent of the length their log-probability is divided by
+    early_stopping: bool | str = False  # of beams: true, false or "never"
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -83,6 +88,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(isinstance(value, bool), name, f"must be true or false, got {value!r}")
         self._check_shape()
+        self._check_beams()
         self._check_lengths_and_ids()
 
     def _check_shape(self) -> None:
@@ -109,6 +115,23 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             v = getattr(self, name)
             _require(_number(v) and -2 <= v <= 2, name, f"must lie in [-2, 2], got {v!r}")
+
+    def _check_beams(self) -> None:
+        is_right = _integer(self.num_beams) and 1 <= self.num_beams <= _MOST_BEAMS
+        _require(is_right, "num_beams", f"must be an integer from 1 to {_MOST_BEAMS}, got {self.num_beams!r}")
+        penalty, stopping = self.length_penalty, self.early_stopping
+        _require(_number(penalty), "length_penalty", f"must be a number, got {penalty!r}")
+        _require(
+            isinstance(stopping, bool) or stopping == "never",
+            "early_stopping",
+            f'must be true, false or "never", got {stopping!r}',
+        )
+        if self.num_beams == 1:
+            return
+        _require(self.n <= self.num_beams, "n", f"must not exceed num_beams ({self.num_beams}), got {self.n}")
+        _require(not self.temperature, "temperature", "must be 0 or unset: beams are not drawn")
+        _require(not self.stop, "stop", "stop strings do not end beams; use stop_token_ids")
+        _require(self.logprobs is None, "logprobs", "are not reported of beams")
 
     def _check_lengths_and_ids(self) -> None:
         _require(
@@ -143,6 +166,12 @@ class SamplingParams:
             "stop_token_ids",
             "must be token ids of at least 0",
         )
+        forced = self.forced_bos_token_id
+        _require(
+            forced is None or (_integer(forced) and 0 <= forced <= _MOST),
+            "forced_bos_token_id",
+            f"must be a token id, got {forced!r}",
+        )
         for token, bias in (self.logit_bias or {}).items():
             _require(
                 _integer(token) and token >= 0 and _number(bias) and -100 <= bias <= 100,
@@ -155,7 +184,7 @@ class SamplingParams:
 
         Args:
             model_defaults: values of the model's generation config by field name; an explicit
-                ``do_sample: false`` there makes an unset temperature 0.
+                ``do_sample: false`` there, or beams here, make an unset temperature 0.
 
         Returns:
             the same request with every field of ``temperature, top_p, top_k, min_p,
@@ -163,7 +192,7 @@ class SamplingParams:
         """
         defaults = dict(_NEUTRAL)
         defaults.update({k: v for k, v in model_defaults.items() if k in _NEUTRAL and v is not None})
-        if model_defaults.get("do_sample") is False:
+        if model_defaults.get("do_sample") is False or self.num_beams > 1:
             defaults["temperature"] = 0.0
         changes = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **changes)

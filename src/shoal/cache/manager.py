@@ -33,6 +33,9 @@ class SequenceBlocks:
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[PrefixNode] = field(default_factory=list)  # of the leading registered blocks
     digests: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as asked for
+    slot: int = -1  # of its state, while it holds blocks of a manager that has slots
+    num_encoder: int = 0  # tokens of an encoder's input, whose cross-attention K and V it keeps as well
+    cross_ids: array[int] = field(default_factory=lambda: array("i"))  # blocks of these
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +55,9 @@ class CacheManager:
         block_size: tokens per block.
         enable_prefix_caching: reuse the KV of equal prefixes across sequences and over time.
         digest: how a block's digest is made.
+        num_slots: sequences whose state is kept, for models that keep one whatever a sequence's length; each
+            holder gets one. None: there are no states. What is computed then cannot be shared: a block says
+            nothing of the state behind it.
     """
 
     def __init__(
@@ -61,8 +67,10 @@ class CacheManager:
         *,
         enable_prefix_caching: bool = True,
         digest: Digest = block_digest,
+        num_slots: int | None = None,
     ) -> None:
         assert block_size >= 1, f"a block holds at least one token, got {block_size}"
+        assert num_slots is None or (num_slots >= 1 and not enable_prefix_caching)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -70,6 +78,8 @@ class CacheManager:
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex()
         self._holders: set[SequenceBlocks] = set()
+        self._num_slots = num_slots
+        self._free_slots = list(range(num_slots or 0))
 
     @property
     def num_free(self) -> int:
@@ -80,6 +90,11 @@ class CacheManager:
     def usage(self) -> float:
         """Share of blocks that sequences hold, 0 to 1."""
         return self._pool.usage
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether sequences keep a state beside their blocks."""
+        return self._num_slots is not None
 
     def blocks_for(self, num_positions: int) -> int:
         """Blocks that hold ``num_positions`` positions."""
@@ -114,24 +129,42 @@ class CacheManager:
         assert rest == 0 and count <= len(parent.block_ids), f"{num_tokens} tokens are not whole blocks held"
         return Prefix(parent.block_ids[:count], parent.nodes[:count], num_tokens)
 
-    def admit(self, sequence: SequenceBlocks, prefix: Prefix, num_positions: int) -> bool:
+    def admit(
+        self,
+        sequence: SequenceBlocks,
+        prefix: Prefix,
+        num_positions: int,
+        sibling: SequenceBlocks | None = None,
+    ) -> bool:
         """Give a sequence that holds nothing ``prefix`` and new blocks up to ``num_positions``.
 
+        Args:
+            sibling: holds the cross-attention of the same encoder input, computed; None: nobody does.
+
         Returns:
-            whether there were enough free blocks; if not, nothing has changed.
+            whether there were enough free blocks, and a slot; if not, nothing has changed.
         """
         assert not sequence.block_ids, "the sequence was admitted before"
         pool = self._pool
-        num_new = self.blocks_for(num_positions) - len(prefix.block_ids)
-        num_woken = sum(pool.num_holders(block_id) == 0 for block_id in prefix.block_ids)
-        if num_new > pool.num_free - num_woken:
+        if self.has_slots and not self._free_slots:
             return False
+        num_new = self.blocks_for(num_positions) - len(prefix.block_ids)
+        num_crossed = 0 if sibling is not None else self.blocks_for(sequence.num_encoder)
+        num_woken = sum(pool.num_holders(block_id) == 0 for block_id in prefix.block_ids)
+        if num_new + num_crossed > pool.num_free - num_woken:
+            return False
+        if self.has_slots:
+            sequence.slot = self._free_slots.pop()
         pool.share(prefix.block_ids)
         sequence.block_ids.extend(prefix.block_ids)
         sequence.nodes.extend(prefix.nodes)
         sequence.digests.extend(node.digest for node in prefix.nodes[len(sequence.digests) :])
         self._holders.add(sequence)
-        self._append(sequence, num_new)
+        if sibling is not None:
+            pool.share(sibling.cross_ids)
+            sequence.cross_ids.extend(sibling.cross_ids)
+        self._append(sequence.cross_ids, num_crossed)
+        self._append(sequence.block_ids, num_new)
         return True
 
     def grow(self, sequence: SequenceBlocks, num_positions: int) -> bool:
@@ -146,7 +179,7 @@ class CacheManager:
         num_new = self.blocks_for(num_positions) - held
         if num_new > self._pool.num_free:
             return False
-        self._append(sequence, num_new)
+        self._append(sequence.block_ids, num_new)
         return True
 
     def commit(self, sequence: SequenceBlocks, num_computed: int) -> None:
@@ -177,6 +210,9 @@ class CacheManager:
     def free(self, sequence: SequenceBlocks) -> None:
         """Take all blocks from a sequence. Registered ones stay usable until they are needed."""
         self._pool.release(sequence.block_ids)
+        self._pool.release(sequence.cross_ids)
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
         self._clear(sequence)
         self._holders.discard(sequence)
 
@@ -187,13 +223,14 @@ class CacheManager:
         self._holders.clear()
         self._index.clear()
         self._pool.reset()
+        self._free_slots = list(range(self._num_slots or 0))
 
     def check_integrity(self, sequences: Iterable[SequenceBlocks]) -> None:
         """Assert that ``sequences`` are exactly the holders and that all counts agree."""
         assert self._holders == set(sequences), "the holders are not who they should be"
         counts = [0] * self.num_blocks
         for sequence in self._holders:
-            for block_id in sequence.block_ids:
+            for block_id in (*sequence.block_ids, *sequence.cross_ids):
                 counts[block_id] += 1
             assert len(sequence.nodes) <= len(sequence.block_ids)
             parent = None
@@ -203,20 +240,24 @@ class CacheManager:
                 parent = node
         for block_id, count in enumerate(counts):
             assert count == self._pool.num_holders(block_id), f"block {block_id} has {count} holders"
+        slots = [*self._free_slots, *(sequence.slot for sequence in self._holders if self.has_slots)]
+        assert sorted(slots) == list(range(self._num_slots or 0)), "a slot is lost, or held twice"
         kept = {block_id for block_id in range(self.num_blocks) if self._pool.is_kept(block_id)}
         assert kept == self._index.block_ids(), "kept blocks and registered blocks differ"
         self._pool.check_integrity()
         self._index.check_integrity()
 
-    def _append(self, sequence: SequenceBlocks, num_new: int) -> None:
+    def _append(self, held: array[int], num_new: int) -> None:
         block_ids = self._pool.take(num_new)
         for block_id in block_ids:
             self._index.forget(block_id)
-        sequence.block_ids.extend(block_ids)
+        held.extend(block_ids)
 
     def _clear(self, sequence: SequenceBlocks) -> None:
         del sequence.block_ids[:]
+        del sequence.cross_ids[:]
         sequence.nodes.clear()
+        sequence.slot = -1
 
     def _tokens_of(self, sequence: SequenceBlocks, index: int) -> bytes:
         start = index * self.block_size

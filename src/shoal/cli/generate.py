@@ -1,4 +1,6 @@
-"""``shoal generate``: complete prompts offline, in one batch. Knows ``shoal.LLM`` by what it asks of it."""
+"""``shoal generate``: complete prompts offline in one batch, or do another task with them. Knows
+``shoal.LLM`` by what it asks of it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import typer
 
+from shoal.cli.encode import EncodeOptions, encode, gather_inputs
 from shoal.cli.flags import taking
 from shoal.cli.options import COMMON, ENGINE, JSON, SAMPLING, engine_options, set_up_logs
 from shoal.cli.output import check_writable, print_json, print_lines, to_jsonl, write_whole
@@ -23,6 +26,7 @@ __all__ = ["OfflineEngine", "app", "generate", "run_all"]
 
 app = typer.Typer(add_completion=False)
 
+_EARLY_STOPPING = {"on": True, "off": False, "never": "never"}
 _DEFAULT_MAX_TOKENS = 128
 
 
@@ -69,6 +73,21 @@ def generate(
     format: Annotated[
         Literal["text", "jsonl"] | None, typer.Option(help="What to print.", envvar="SHOAL_FORMAT")
     ] = None,
+    task: Annotated[
+        Literal["generate", "embed", "classify", "fill-mask", "score"],
+        typer.Option(help="What to do with the texts.", envvar="SHOAL_TASK"),
+    ] = "generate",
+    pooling: Annotated[
+        Literal["mean", "cls", "last"] | None,
+        typer.Option(help="Of which tokens a vector is made.", envvar="SHOAL_POOLING"),
+    ] = None,
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Cut longer texts of other tasks than generate; -1: to what the model takes.",
+            envvar="SHOAL_TRUNCATE_PROMPT_TOKENS",
+        ),
+    ] = None,
     *,
     options: Mapping[str, Any],
 ) -> None:
@@ -76,6 +95,14 @@ def generate(
     set_up_logs(options, default_level="warning")
     as_json = bool(options.get("json"))
     _check_output(output, format, as_json)
+    if task != "generate":
+        inputs = gather_inputs(task, prompt or [], input, _piped_stdin())
+        config = make_config(model=model, **{"runner": "pooling", **engine_options(options)})
+        top_k = options.get("top_k")
+        how = EncodeOptions(task, pooling, truncate_prompt_tokens, top_k, output, as_json, format == "text")
+        with _open(config) as engine:
+            encode(engine, inputs, how)
+        return
     lines = gather_prompts(prompt or [], input, _piped_stdin(), _sampling(options), chat)
     config = make_config(model=model, **engine_options(options))
     with _open(config) as engine:
@@ -144,6 +171,8 @@ def _prompt(line: PromptLine) -> Any:
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     fields = {flag.name: options[flag.name] for flag in SAMPLING if options.get(flag.name) not in (None, [])}
+    if "early_stopping" in fields:
+        fields["early_stopping"] = _EARLY_STOPPING[fields["early_stopping"]]
     return {"max_tokens": _DEFAULT_MAX_TOKENS, **fields}
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "ENGINE",
     "JSON",
     "MODEL_FILES",
+    "QUEUE",
     "SAMPLING",
     "SERVER",
     "TENSOR_PARALLEL",
@@ -43,6 +44,10 @@ _COMPUTE = "How it computes"
 _AMOUNT = "How much at once"
 _SERVER = "The server"
 
+QUEUE: Mapping[str, int] = {"max_num_queued_requests": 2048, "max_num_queued_tokens": 1 << 20}
+"""A server's queue, unless told otherwise: the most prompts that one request may bring find room in it.
+(Offline, prompts wait in the caller's hands anyway.)"""
+
 MODEL_FILES = (
     _engine("revision", "Branch, tag or commit of a model on the hub."),
     _engine("trust_remote_code", "Run Python code that comes with the model.", negative=False),
@@ -65,6 +70,7 @@ DEVICE = (
 )
 
 _ENGINE_ONLY = (
+    _engine("runner", "generate text, pooling: vectors and scores; auto as the model is made for."),
     _engine("executor", "What carries the ranks.", panel=_COMPUTE),
     _engine("dtype", "What is computed in; auto takes what is fast on the device.", panel=_COMPUTE),
     _engine(
@@ -78,10 +84,25 @@ _ENGINE_ONLY = (
         "Our CPU kernels in the place of torch's: auto where they prove equal, off.",
         panel=_COMPUTE,
     ),
+    _engine("compile", "torch.compile of what no kernel of ours computes.", panel=_COMPUTE),
+    _engine("way", "How a decoder is served; auto: the fastest that proves. For debugging.", panel=_COMPUTE),
     _engine(
         "comm", "What ranks on CPUs sum over: shared memory, gloo; auto shares where it can.", panel=_COMPUTE
     ),
     _engine("num_threads", "CPU threads per rank.", default="cores / ranks", panel=_COMPUTE),
+    _engine(
+        "cpu_pinning",
+        "Keep CPU ranks that are processes to cores of their own: auto where there are enough, off.",
+        panel=_COMPUTE,
+    ),
+    _engine(
+        "async_scheduling",
+        "Hand the next step out while the last one is computed.",
+        type=bool,
+        negative=True,
+        default="where a core is free for it",
+        panel=_COMPUTE,
+    ),
     _engine(
         "max_model_len", "Most tokens of a request, prompt and output.", default="the model's", panel=_AMOUNT
     ),
@@ -122,7 +143,13 @@ SERVER = (
     _engine(
         "max_num_queued_requests",
         "Waiting requests beyond which 429 is answered.",
-        default="no bound",
+        default=str(QUEUE["max_num_queued_requests"]),
+        panel=_SERVER,
+    ),
+    _engine(
+        "max_num_queued_tokens",
+        "Their prompt tokens beyond which 429 is answered.",
+        default=str(QUEUE["max_num_queued_tokens"]),
         panel=_SERVER,
     ),
     Flag(
@@ -133,13 +160,45 @@ SERVER = (
         panel=_SERVER,
     ),
     Flag(
+        name="max_connections",
+        type=int,
+        help="Connections beyond which requests are answered 503.",
+        default="1024",
+        panel=_SERVER,
+    ),
+    Flag(
+        name="max_body_bytes",
+        type=int,
+        help="Bytes of a request beyond which 413 is answered.",
+        default="16777216",
+        panel=_SERVER,
+    ),
+    Flag(
         name="shutdown_timeout",
         type=float,
         help="Seconds running requests have to finish after SIGTERM.",
         default="30",
         panel=_SERVER,
     ),
-    _engine("step_timeout", "Seconds a step may take before a rank counts as hung.", panel=_SERVER),
+    _engine(
+        "step_timeout",
+        "Seconds a step may take before a rank counts as hung.",
+        type=float,
+        default="30, or five times the largest step's if that is more",
+        panel=_SERVER,
+    ),
+    _engine(
+        "max_restarts", "Failures of ranks that are borne within --restart-window seconds.", panel=_SERVER
+    ),
+    _engine("restart_window", "Seconds that --max-restarts is about.", panel=_SERVER),
+    Flag(
+        name="keep_alive_on_failure",
+        type=bool,
+        help="Stay, with /health at 503, when the ranks have failed too often.",
+        default="off",
+        negative=True,
+        panel=_SERVER,
+    ),
 )
 
 
@@ -162,6 +221,14 @@ SAMPLING = (
     _sampling("stop_token_ids", list[int], "Token that ends an answer; may be repeated."),
     _sampling("include_stop_str_in_output", bool, "Keep the text that ended it.", "off", negative=True),
     _sampling("ignore_eos", bool, "Go on after an end-of-sequence token.", "off", negative=True),
+    _sampling(
+        "forced_bos_token_id", int, "Of encoder-decoders: the first token, often a language.", "the model's"
+    ),
+    _sampling("num_beams", int, "Above 1: beam search, for so many beams; n of them are answers.", "1"),
+    _sampling("length_penalty", float, "Of beams: above 0 favours long answers.", "1"),
+    _sampling(
+        "early_stopping", Literal["on", "off", "never"], "Of beams: on ends with enough answers.", "off"
+    ),
     _sampling("skip_special_tokens", bool, "Leave special tokens out of the text.", "on", negative=True),
 )
 

@@ -63,6 +63,7 @@ def _make_report(config: EngineConfig, anew: bool) -> dict[str, Any]:
     from shoal.cli.plan_report import ModelFacts, plan_report
     from shoal.device.base import resolve_device, resolve_dtype
     from shoal.home import home
+    from shoal.model.foresee import foresee
     from shoal.model.plans import read_subject
     from shoal.plan.skeleton import build_on_meta
     from shoal.prove.prove import plan_and_prove
@@ -82,6 +83,7 @@ def _make_report(config: EngineConfig, anew: bool) -> dict[str, Any]:
         name=config.model,
         architecture=subject.model_class.__name__,
         bytes_per_number=dtype.itemsize,
+        way=foresee(proved, subject.model_class, subject.config),
     )
     return plan_report(proved, build_on_meta(subject.model_class, subject.config), facts)
 
@@ -99,6 +101,7 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
         f"collectives per token: {report['collectives_per_forward']} "
         f"({report['all_reduces']} all-reduces, {report['all_gathers']} all-gathers)",
         *(f"summed late: {entry['module']}" for entry in report["reductions"]),
+        *_way(report["way"]),
         "",
     ]
     blocks = [("block", "split", "components per rank", "features per rank", "reason")]
@@ -128,6 +131,15 @@ def _proof(evidence: Mapping[str, Any]) -> list[str]:
         f"proof: relative error {evidence['relative_error']:.1e} ({evidence['tolerance']:.0e} is allowed) on "
         f"{evidence['proof_elements']} random weights, {evidence['proof_attention']}{decode}"
     ]
+
+
+def _way(foreseen: Mapping[str, Any] | None) -> list[str]:
+    """How the model will be served, in a line."""
+    if foreseen is None:
+        return []
+    if foreseen["way"] == "none":
+        return [f"cannot be served: {'; '.join(foreseen['reasons'])}"]
+    return [f"served the {foreseen['way']} way{': ' if foreseen['cost'] else ''}{foreseen['cost']}"]
 
 
 def _shown(value: object) -> str:

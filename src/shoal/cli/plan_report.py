@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.model.foresee import Foreseen
 from shoal.plan.footprint import footprint
 from shoal.plan.types import Plan, Split
 
@@ -20,6 +21,7 @@ class ModelFacts:
     name: str  # as the user named it
     architecture: str
     bytes_per_number: int  # of the dtype that is served, KV pages included
+    way: Foreseen | None = None  # how it will be served; None: it makes no text, or that is found out at load
 
 
 def plan_report(plan: Plan, whole: nn.Module, facts: ModelFacts) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def plan_report(plan: Plan, whole: nn.Module, facts: ModelFacts) -> dict[str, An
         "blocks": [_block(plan, pattern, split) for pattern, split in plan.params.items()],
         "reductions": [entry.to_dict() for entry in plan.reductions],
         "kv_cache": plan.evidence.get("kv_cache", "measured" if plan.kv else "unknown: not measured"),
+        "way": None if facts.way is None else facts.way._asdict(),
         "evidence": dict(plan.evidence),
     }
 

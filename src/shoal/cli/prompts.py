@@ -8,15 +8,17 @@ A line of the file is an object with exactly one of ``prompt`` (text), ``prompt_
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from shoal.errors import RequestError, UsageError
 from shoal.sampling_params import SamplingParams
 
-__all__ = ["PromptLine", "gather_prompts"]
+__all__ = ["PromptLine", "gather_prompts", "read_json_lines"]
+
+Entry = TypeVar("Entry")
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
 _NOT_WRITTEN = "logprobs"  # a sampling field whose result the output has no place for
@@ -84,7 +86,17 @@ def _read_all(stdin: TextIO) -> str:
         raise UsageError(f"stdin: not UTF-8: {error}") from None
 
 
-def _of_file(file: Path, sampling: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
+def read_json_lines(file: Path, read: Callable[[Any], Entry]) -> Iterator[Entry]:
+    """What ``read`` makes of each line of a JSONL file.
+
+    Raises:
+        UsageError: the file or a line cannot be read; the message names the line.
+    """
+    for _, entry in _numbered(file, read):
+        yield entry
+
+
+def _numbered(file: Path, read: Callable[[Any], Entry]) -> Iterator[tuple[int, Entry]]:
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -92,13 +104,17 @@ def _of_file(file: Path, sampling: Mapping[str, Any], chat: bool) -> Iterator[Pr
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             try:
-                yield replace(_of_line(line, sampling, chat), place=f"--input {file}: line {number}: ")
+                yield number, read(json.loads(line))
             except (ValueError, RecursionError) as error:  # UsageError and JSONDecodeError are ValueErrors
                 raise UsageError(f"--input {file}: line {number}: {error}") from None
 
 
-def _of_line(line: bytes, sampling: Mapping[str, Any], chat: bool) -> PromptLine:
-    entry = json.loads(line)
+def _of_file(file: Path, sampling: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
+    for number, line in _numbered(file, lambda entry: _of_line(entry, sampling, chat)):
+        yield replace(line, place=f"--input {file}: line {number}: ")
+
+
+def _of_line(entry: Any, sampling: Mapping[str, Any], chat: bool) -> PromptLine:
     if not isinstance(entry, dict):
         raise RequestError("must be a JSON object")
     kinds = [kind for kind in _KINDS if kind in entry]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli.flags import taking
-from shoal.cli.options import COMMON, ENGINE, SERVER, engine_options, set_up_logs
+from shoal.cli.options import COMMON, ENGINE, QUEUE, SERVER, engine_options, set_up_logs
 from shoal.config import EngineConfig, make_config
 from shoal.engine.protocol import Frontend
 from shoal.process.heap import settle
@@ -28,6 +28,9 @@ _SETTING_NAMES = {  # flag -> field of ServerSettings
     "host": "host",
     "port": "port",
     "api_key": "api_key",
+    "keep_alive_on_failure": "keep_alive_on_failure",
+    "max_body_bytes": "max_body_bytes",
+    "max_connections": "max_connections",
     "request_timeout": "request_timeout_s",
     "shutdown_timeout": "shutdown_timeout_s",
 }
@@ -49,7 +52,7 @@ def serve(
     if model is None:
         model = "demo"
         _log.info("no model named: serving demo")
-    config = make_config(model=model, **engine_options(options))
+    config = make_config(model=model, **{**QUEUE, **engine_options(options)})
     run_server(config, options, _start_engine)
 
 

@@ -5,13 +5,17 @@ Knows no queue and no text beyond the stop ids.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.engine.decoding import Decoding
+from shoal.engine.prompts import BothPrompts
 from shoal.errors import RequestError
 from shoal.messages import SamplingSpec
 from shoal.sampling_params import SamplingParams
+from shoal.sched.beams import BeamGroup, BeamSpec
 from shoal.sched.request import RequestSpec
 
 __all__ = ["Admission"]
@@ -30,6 +34,7 @@ class Admission:
     model_defaults: Mapping[str, Any]
     seed: int
     replica_index: int
+    decoding: Decoding | None = None  # of encoder-decoders: prompts are their encoders'
     num_admitted: int = 0  # counted by whoever admits: a refused request leaves no trace in later seeds
 
     def spec(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> RequestSpec:
@@ -50,6 +55,9 @@ class Admission:
         barred = stop_ids if params.ignore_eos else stop_ids | self.eos_ids
         assert params.temperature is not None and params.top_p is not None and params.top_k is not None
         assert params.min_p is not None and params.repetition_penalty is not None
+        beams, num_candidates = self._search(params, barred)
+        bias = dict.fromkeys(self.decoding.barred_ids if self.decoding else (), -math.inf)
+        bias.update(params.logit_bias or {})
         branches = tuple(
             SamplingSpec(
                 temperature=params.temperature,
@@ -64,26 +72,65 @@ class Admission:
                 min_tokens=params.min_tokens,
                 stop_ids=tuple(sorted(barred)) if params.min_tokens else (),
                 logprobs=params.logprobs,
-                logit_bias=dict(params.logit_bias) if params.logit_bias else None,
+                logit_bias=bias or None,
+                num_candidates=num_candidates,
             )
-            for branch in range(params.n)
+            for branch in range(params.num_beams if beams else params.n)
         )
         return RequestSpec(
             request_id=request_id,
-            prompt_ids=prompt_ids,
+            **self._prompts(prompt_ids, params.forced_bos_token_id),
             sampling=branches,
             max_tokens=params.max_tokens,
             eos_ids=self.eos_ids,
             stop_ids=stop_ids,
             ignore_eos=params.ignore_eos,
+            beams=beams,
         )
+
+    def _prompts(self, prompt_ids: Sequence[int], forced_id: int | None) -> dict[str, Any]:
+        """What the request begins with; of an encoder-decoder, on both sides."""
+        decoder_ids = prompt_ids.decoder_ids if isinstance(prompt_ids, BothPrompts) else []
+        decoding = self.decoding
+        if decoding is None:
+            if decoder_ids or forced_id is not None:
+                field = "decoder_prompt" if decoder_ids else "forced_bos_token_id"
+                raise RequestError(f"{field}: is for encoder-decoders, and the model is none", field=field)
+            return {"prompt_ids": prompt_ids}
+        forced_first = decoding.forced_first_id if forced_id is None else forced_id
+        if decoder_ids[:1] != [decoding.start_id]:  # as transformers does
+            decoder_ids = [decoding.start_id, *decoder_ids]
+        return {
+            "prompt_ids": decoder_ids,
+            "encoder_ids": prompt_ids,
+            "forced_first_id": forced_first if len(decoder_ids) == 1 else -1,
+            "forced_last_id": decoding.forced_last_id,
+        }
+
+    @staticmethod
+    def _search(params: SamplingParams, ending_ids: frozenset[int]) -> tuple[BeamSpec | None, int]:
+        """The beams that are wanted, if any, and how many candidates each must have."""
+        if params.num_beams == 1:
+            return None, 0
+        beams = BeamSpec(
+            num_beams=params.num_beams,
+            num_returned=params.n,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        return beams, BeamGroup.num_candidates(params.num_beams, len(ending_ids))
 
     def _draw_seed(self) -> int:
         text = f"{self.seed}/{self.replica_index}/{self.num_admitted}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def _check_ids(self, params: SamplingParams) -> None:
-        named = {"stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or ()}
+        forced = params.forced_bos_token_id
+        named = {
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "forced_bos_token_id": () if forced is None else (forced,),
+        }
         for field, ids in named.items():
             beyond = [token for token in ids if token >= self.vocab_size]
             if beyond:

@@ -70,7 +70,7 @@ class Assembly:
         """The request's delta around its branches'."""
         leader = self._leader
         return RequestDelta(
-            self._request_id, outputs, not self._open, leader.num_prompt, leader.num_cached or 0
+            self._request_id, outputs, not self._open, leader.num_input, leader.num_cached or 0
         )
 
     def _logprobs(self, token: TokenResult, chosen: float) -> dict[int, TokenLogprob]:

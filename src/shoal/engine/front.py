@@ -5,26 +5,41 @@ thread, and turns that thread's deltas into async iterators. Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from shoal.config import EngineConfig, make_config
 from shoal.engine.core import EngineCore
+from shoal.engine.encode_core import EncodeCore
+from shoal.engine.encode_front import run_job_async
+from shoal.engine.encode_tasks import EncoderTasks, Job, Output
 from shoal.engine.launch import launch
 from shoal.engine.loop import EngineLoop
 from shoal.engine.mailbox import Mailbox
 from shoal.engine.outputs import RequestDelta, RequestOutput
+from shoal.engine.pace import Pace
 from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
 from shoal.engine.results import Collector
-from shoal.errors import EngineDeadError, ShoalError
+from shoal.engine.unread import Unread
+from shoal.errors import (
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    ShoalError,
+    UnsupportedError,
+)
 from shoal.sampling_params import SamplingParams
 
 __all__ = ["AsyncLLM"]
 
-_LONG_TEXT = 1 << 14  # characters; so many take some 10 ms to tokenise
+_Item = RequestDelta | ShoalError | None  # what a sink gets
+
+_LONG_TEXT = 1 << 11  # characters; so many take a millisecond or two to tokenise
 
 
 class AsyncLLM:
@@ -36,7 +51,7 @@ class AsyncLLM:
 
     def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
         config = config or make_config(model=model, **options)
-        self._open(launch(config))
+        self._open(launch(config), config)
 
     @classmethod
     async def start(
@@ -56,15 +71,19 @@ class AsyncLLM:
         config = config or make_config(model=model, **options)
         core = await asyncio.to_thread(launch, config, show_progress)
         front = cls.__new__(cls)
-        front._open(core)
+        front._open(core, config)
         return front
 
-    def _open(self, core: EngineCore) -> None:
+    def _open(self, core: EngineCore | EncodeCore, config: EngineConfig) -> None:
+        self._tasks = core.tasks if isinstance(core, EncodeCore) else None
+        self._config = config
         self._info = core.info
         self._tokenizer = core.tokenizer
-        self._mailbox: Mailbox[RequestDelta | ShoalError | None] = Mailbox()
+        self._most_characters = core.info.max_model_len * core.tokenizer.longest_token
+        self._mailbox: Mailbox[_Item] = Mailbox()
         self._loop = EngineLoop(core, self._mailbox.flush)
         self._draining = False
+        self._pace = Pace()
         # A front that is dropped, or alive when the program ends, takes its thread and its ranks along.
         weakref.finalize(self, self._loop.stop)
 
@@ -74,14 +93,24 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        return self._loop.is_alive and not self._draining
+        return self._loop.is_ready and not self._draining
 
     @property
     def is_alive(self) -> bool:
         return self._loop.is_alive
 
+    async def died(self) -> str:
+        return await asyncio.shield(asyncio.wrap_future(self._loop.ended))
+
     def stats(self) -> EngineStats:
         return self._loop.stats()
+
+    def require_room(self) -> None:
+        bound = self._config.max_num_queued_requests
+        num_queued = self._loop.stats().num_queued_requests
+        if bound is not None and num_queued >= bound:
+            message = f"{num_queued} requests wait already (max_num_queued_requests is {bound})"
+            raise self._timed(QueueFullError(message))
 
     def render_chat(
         self,
@@ -90,6 +119,8 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
+        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+        self._check_characters(sum(len(c) for c in contents if isinstance(c, str)), "messages")
         return self._tokenizer.render_chat(
             messages, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
@@ -98,10 +129,16 @@ class AsyncLLM:
         return self._tokenizer.encode(text)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        max_unread: int | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         _, prompt_ids = await self._resolve(prompt)
-        async with aclosing(self._stream(prompt_ids, params, request_id or uuid.uuid4().hex)) as deltas:
+        request_id = request_id or uuid.uuid4().hex
+        async with aclosing(self._stream(prompt_ids, params, request_id, max_unread)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -113,10 +150,20 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, prompt_ids, params)
-        async with aclosing(self._stream(prompt_ids, params, request_id)) as deltas:
+        async with aclosing(self._stream(prompt_ids, params, request_id, None)) as deltas:
             async for delta in deltas:
                 collector.push(delta)
                 yield collector.output()
+
+    async def encode(self, make: Callable[[EncoderTasks], Job[Output]]) -> list[Output]:
+        if self._draining:
+            raise EngineDeadError("the engine is shutting down")
+        if self._tasks is None:
+            raise UnsupportedError(
+                "model: it generates text; start it with runner pooling for vectors", field="model"
+            )
+        job = await asyncio.to_thread(make, self._tasks)  # which tokenises
+        return await run_job_async(self._loop, self._mailbox, job)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -133,33 +180,70 @@ class AsyncLLM:
 
     async def _resolve(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt; a long one is tokenised off the event loop, which has other clients."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
+        given = prompt.values() if isinstance(prompt, Mapping) else (prompt,)
+        for value in given:
+            if isinstance(value, str):
+                self._check_characters(len(value), "prompt")
+            elif isinstance(value, Sequence) and len(value) > self._info.max_model_len:
+                raise RequestError(
+                    f"prompt: has {len(value)} tokens, which exceeds max_model_len "
+                    f"({self._info.max_model_len}); shorten it",
+                    field="prompt",
+                )
+        if any(isinstance(value, str) and len(value) > _LONG_TEXT for value in given):
             return await asyncio.to_thread(self._tokenizer.resolve_prompt, prompt)
         return self._tokenizer.resolve_prompt(prompt)
 
+    def _check_characters(self, count: int, field: str) -> None:
+        """Refuse what cannot fit however it is tokenised, which may take a minute."""
+        if count > self._most_characters:
+            raise RequestError(
+                f"{field}: has {count} characters, and the {self._info.max_model_len} tokens of "
+                f"max_model_len hold {self._most_characters} at most; shorten it",
+                field=field,
+            )
+
     async def _stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, max_unread: int | None
     ) -> AsyncGenerator[RequestDelta, None]:
         if self._draining:
             raise EngineDeadError("the engine is shutting down")
+        if self._tasks is not None:
+            raise UnsupportedError(
+                f"model: {self._info.architecture} makes vectors and scores; it generates no text",
+                field="model",
+            )
         events, post = asyncio.get_running_loop(), self._mailbox.post
-        arrived: asyncio.Queue[RequestDelta | ShoalError | None] = asyncio.Queue()
 
-        def sink(item: RequestDelta | ShoalError | None) -> None:
-            post(events, arrived, item)
+        def sink(item: _Item) -> None:
+            post(events, unread, item)
 
+        def overrun() -> ShoalError:
+            self._loop.abort(request_id, sink)
+            return EngineError(f"the reader left {max_unread} parts of the answer unread; it was given up")
+
+        unread = Unread[_Item](max_unread, overrun)
         self._loop.submit(request_id, prompt_ids, params, sink)
         finished = False
+        began: float | None = None  # when the first token came
         try:
             while not finished:
-                item = await arrived.get()
+                item = await unread.get()
                 if isinstance(item, ShoalError):
                     finished = True
-                    raise item
+                    raise self._timed(item) if isinstance(item, QueueFullError) else item
                 if item is not None:
+                    began = began or time.monotonic()
                     finished = item.finished
                     yield item
         finally:
             if not finished:
                 self._loop.abort(request_id, sink)
+            if began is not None:
+                self._pace.ended(time.monotonic() - began)
+
+    def _timed(self, refusal: QueueFullError) -> QueueFullError:
+        """A refusal that says when to come again."""
+        stats = self._loop.stats()
+        refusal.retry_after_s = self._pace.seconds_for(stats.num_waiting, stats.num_running)
+        return refusal

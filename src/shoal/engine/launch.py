@@ -15,16 +15,23 @@ from shoal.cache.manager import CacheManager
 from shoal.checkpoint.progress import reporting
 from shoal.checkpoint.source import check_supported, resolve
 from shoal.config import EngineConfig
-from shoal.device.base import Device, check_ranks, resolve_device
+from shoal.device.base import Device, check_ranks, resolve_device, threads_per_rank
+from shoal.device.cpu import usable_cores
 from shoal.engine.admission import Admission
+from shoal.engine.capacity import Capacity, capacity_of
 from shoal.engine.core import EngineCore
+from shoal.engine.decoding import Decoding, read_decoding
+from shoal.engine.encode_core import EncodeCore
+from shoal.engine.encode_launch import encode_core, encoder_tasks
 from shoal.engine.generation_defaults import eos_token_ids, model_sampling_defaults
 from shoal.engine.protocol import EngineInfo
+from shoal.engine.supervisor import RestartPolicy
 from shoal.engine.text import Tokenizer
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.home import home
 from shoal.messages import AllocateKV, RankReady, RankReport
-from shoal.model.build import causal_class, load_config, model_length, steady_length
+from shoal.model.build import load_config, model_length, steady_length, vocabulary_size
+from shoal.model.pooling import is_pooling, served_class
 from shoal.plan.types import Plan
 from shoal.prove.prove import plan_and_prove
 from shoal.sched.scheduler import Scheduler
@@ -35,11 +42,12 @@ __all__ = ["launch"]
 
 _log = logging.getLogger("shoal.engine")
 
+_STEPS_IN_TIMEOUT = 5  # largest steps, as estimated, that fit into the step timeout
 _UNKNOWN_LENGTH = 2048  # vLLM's choice, too, where a config is silent (ALiBi has no table to run out of)
 
 
-def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
-    """Start an engine.
+def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore | EncodeCore:
+    """Start an engine; what generates nothing is run by an :class:`EncodeCore`.
 
     Args:
         config: validated options.
@@ -55,12 +63,15 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
     path = resolve(config.model, config.revision, progress=show_progress)
     hf_config = load_config(path, config.trust_remote_code)
     check_supported(hf_config)
-    model_class = causal_class(hf_config, path, config.trust_remote_code)
-    tokenizer = Tokenizer.load(
-        path, config.trust_remote_code, vocab_size=hf_config.get_text_config().vocab_size
-    )
-    length = _model_len(config, hf_config)
-    admission = _admission(config, path, hf_config, tokenizer)
+    model_class = served_class(hf_config, path, config.trust_remote_code, config.runner)
+    tokenizer = Tokenizer.load(path, config.trust_remote_code, vocab_size=vocabulary_size(hf_config))
+    tasks = None
+    if is_pooling(hf_config, path, config.runner):
+        tasks = encoder_tasks(config, path, hf_config, model_class, tokenizer)
+        length = tasks.make.max_length
+    else:
+        length = _model_len(config, hf_config)
+        admission = _admission(config, path, hf_config, tokenizer, length)
     with reporting("planning and proving the split", show_progress and config.tensor_parallel_size > 1):
         plan = plan_and_prove(
             model_class, hf_config, config.tensor_parallel_size, home() / "plans", config.policy
@@ -69,24 +80,59 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore:
     try:
         with reporting("loading weights", show_progress) as report:
             reports = executor.load(report)
-        blocks = _num_blocks(config, reports, length)
-        length = _fitting_len(config, length, blocks)
-        ready = executor.allocate(AllocateKV(num_blocks=blocks, block_size=config.block_size))
-        info = _info(config, model_class, device, plan, reports, ready, length, blocks, started)
+        fits = (
+            capacity_of(config, reports, length)
+            if tasks is None
+            else Capacity(length, config.max_num_batched_tokens)
+        )
+        pages = AllocateKV(
+            num_blocks=fits.num_blocks,
+            block_size=config.block_size,
+            num_slots=fits.num_slots,
+            step_timeout_s=_step_timeout_s(config, reports),
+        )
+        ready = executor.allocate(pages)
+        info = _info(config, model_class, device, plan, reports, ready, fits, started)
         _announce(info, reports)
-        return EngineCore(executor, _scheduler(config, blocks, length), tokenizer, admission, info)
+        ahead = 2 if _runs_ahead(config, device, executor) else 1
+        restarts = RestartPolicy(config.max_restarts, config.restart_window)
+        if tasks is not None:
+            return encode_core(config, executor, tokenizer, info, restarts, tasks)
+        scheduler = _scheduler(config, fits, admission.decoding)
+        return EngineCore(executor, scheduler, tokenizer, admission, info, ahead, restarts)
     except BaseException:
         executor.shutdown()
         raise
 
 
-def _scheduler(config: EngineConfig, blocks: int, length: int) -> Scheduler:
+def _step_timeout_s(config: EngineConfig, reports: Sequence[RankReport]) -> float:
+    """After how long a step's ranks count as hung: where steps are slow, later than elsewhere."""
+    least = config.least_step_timeout_s
+    slowest = max(report.step_s for report in reports) * _STEPS_IN_TIMEOUT
+    if config.step_timeout is not None or slowest <= least:
+        return least
+    _log.info(
+        "step_timeout is %.0f s: the largest step may take some %.0f s", slowest, slowest / _STEPS_IN_TIMEOUT
+    )
+    return slowest
+
+
+def _scheduler(config: EngineConfig, fits: Capacity, decoding: Decoding | None) -> Scheduler:
+    cache = CacheManager(
+        fits.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching and fits.keeps_kv and not fits.num_slots,
+        num_slots=fits.num_slots or None,
+    )
     return Scheduler(
-        CacheManager(blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=length,
+        cache,
+        max_num_seqs=min(config.max_num_seqs, fits.num_slots or config.max_num_seqs),
+        max_num_batched_tokens=fits.max_num_batched_tokens,
+        max_model_len=fits.max_model_len,
+        keeps_kv=fits.keeps_kv,
         max_num_queued_requests=config.max_num_queued_requests,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+        max_encoder_len=decoding.max_encoder_len if decoding is not None else 0,
     )
 
 
@@ -121,7 +167,7 @@ def _executor(config: EngineConfig, path: Path, plan: Plan) -> Executor:
         plan=plan.to_dict(),
         world_size=config.tensor_parallel_size,
         load_timeout_s=config.load_timeout,
-        step_timeout_s=config.step_timeout,
+        step_timeout_s=config.least_step_timeout_s,
     )
     size = config.tensor_parallel_size
     place = torchrun_place()
@@ -139,41 +185,21 @@ def _executor(config: EngineConfig, path: Path, plan: Plan) -> Executor:
     return ProcessExecutor(load)
 
 
-def _num_blocks(config: EngineConfig, reports: Sequence[RankReport], length: int) -> int:
-    """KV blocks that every rank can keep; no more than ``max_num_seqs`` full sequences need."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    enough = config.max_num_seqs * -(-length // config.block_size)
-    # A rank without a KV head of its own keeps nothing, and bounds nothing.
-    keeping = [r for r in reports if r.kv_bytes_per_token]
-    if not keeping:
-        return enough
-    fitting = min(r.kv_budget_bytes // (r.kv_bytes_per_token * config.block_size) for r in keeping)
-    if fitting < 1:
-        poorest = min(keeping, key=lambda r: r.kv_budget_bytes // r.kv_bytes_per_token)
-        raise ConfigError(
-            f"kv_cache_memory_bytes: rank {poorest.rank} has {poorest.kv_budget_bytes} bytes for KV pages, a "
-            f"block takes {poorest.kv_bytes_per_token * config.block_size}; raise gpu_memory_utilization or "
-            "kv_cache_memory_bytes, or use more ranks",
-            field="kv_cache_memory_bytes",
-        )
-    return min(fitting, enough)
-
-
-def _fitting_len(config: EngineConfig, length: int, blocks: int) -> int:
-    capacity = blocks * config.block_size
-    if length > capacity:
-        _log.warning(
-            "max_model_len is %d, not %d: so many tokens fit into the KV cache of %d blocks",
-            capacity,
-            length,
-            blocks,
-        )
-    return min(length, capacity)
+def _runs_ahead(config: EngineConfig, device: Device, executor: Executor) -> bool:
+    """Whether a step is handed out while the last one is computed. That takes a core beside the ranks'."""
+    asked = config.async_scheduling
+    if not executor.computes_apart:
+        if asked:
+            _log.info("async_scheduling is off: the rank computes on the engine's own thread")
+        return False
+    if asked is not None:
+        return asked
+    threads = config.num_threads or threads_per_rank(config.tensor_parallel_size)
+    return device.kind != "cpu" or config.tensor_parallel_size * threads < usable_cores()
 
 
 def _admission(
-    config: EngineConfig, path: Path, hf_config: PreTrainedConfig, tokenizer: Tokenizer
+    config: EngineConfig, path: Path, hf_config: PreTrainedConfig, tokenizer: Tokenizer, length: int
 ) -> Admission:
     return Admission(
         vocab_size=tokenizer.vocab_size,
@@ -181,6 +207,11 @@ def _admission(
         model_defaults=model_sampling_defaults(path),
         seed=config.seed,
         replica_index=config.replica_index,
+        decoding=(
+            read_decoding(path, hf_config, length, config.max_model_len)
+            if hf_config.is_encoder_decoder
+            else None
+        ),
     )
 
 
@@ -191,8 +222,7 @@ def _info(
     plan: Plan,
     reports: Sequence[RankReport],
     ready: Sequence[RankReady],
-    length: int,
-    blocks: int,
+    fits: Capacity,
     started: float,
 ) -> EngineInfo:
     ranks = tuple(
@@ -214,16 +244,19 @@ def _info(
     return EngineInfo(
         model=config.model,
         architecture=model_class.__name__,
-        max_model_len=length,
+        max_model_len=fits.max_model_len,
         tensor_parallel_size=config.tensor_parallel_size,
-        num_blocks=blocks,
+        num_blocks=fits.num_blocks,
         block_size=config.block_size,
+        num_slots=fits.num_slots,
+        way=reports[0].way,
         attention=reports[0].attention,
         dtype=reports[0].dtype,
         device=device.name,
         plan_summary=summary,
         ranks=ranks,
         load_s=time.perf_counter() - started,
+        notes=reports[0].notes,
     )
 
 

@@ -12,15 +12,26 @@ from typing import Any
 
 from shoal.config import EngineConfig, make_config
 from shoal.engine.core import EngineCore
+from shoal.engine.encode_core import EncodeCore
+from shoal.engine.encode_run import run_job
+from shoal.engine.encode_tasks import Classified, EncoderTasks, Job, Output
 from shoal.engine.launch import launch
-from shoal.engine.outputs import RequestDelta, RequestOutput
+from shoal.engine.outputs import RequestOutput
+from shoal.engine.pooling_outputs import (
+    EmbeddingRequestOutput,
+    FillMaskRequestOutput,
+    ScoringRequestOutput,
+)
 from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
 from shoal.engine.results import Collector
-from shoal.errors import EngineDeadError, EngineError, RequestError
+from shoal.engine.steps import Core, D
+from shoal.errors import EngineDeadError, EngineError, RequestError, UnsupportedError
 from shoal.sampling_params import SamplingParams
 from shoal.worker.torchrun import serve_rank, torchrun_place
 
 __all__ = ["LLM"]
+
+_LOOK_S = 0.2  # how often a call that waits for its ranks looks whether the engine is shut down
 
 Messages = Sequence[Mapping[str, Any]]
 OnFinish = Callable[[int], None]
@@ -54,16 +65,16 @@ class LLM:
         self._is_stopping = False
         self._why_dead = "the engine was shut down"
         self._next_id = 0
-        self._core: EngineCore | None = None
+        self._core: EngineCore | EncodeCore | None = None
         place = torchrun_place()
         self._serves = place is not None and place[0] > 0 and config.tensor_parallel_size > 1
         self._has_served = False
         if self._serves:
             atexit.register(self.shutdown)  # rank 0 counts on us, whatever the script does
         else:
-            self._core = launch(config, show_progress)
+            core = self._core = launch(config, show_progress)
             # Ranks must not outlive a script that forgets to shut down.
-            self._stop_ranks = weakref.finalize(self, self._core.shutdown)
+            self._stop_ranks = weakref.finalize(self, core.shutdown)
 
     @property
     def info(self) -> EngineInfo:
@@ -94,14 +105,13 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters cannot be served; none is.
             QueueFullError: more prompts than ``max_num_queued_requests`` lets wait; none is served.
-            EngineDeadError: the ranks are gone. A Ctrl-C in the middle of a step costs ranks that are
-                processes of their own.
+            EngineDeadError: the ranks failed too often.
         """
         if self._serve_instead():
             return []
         many = _listed(prompts)
         params = _each(sampling_params, len(many))
-        core = self._running()
+        core = self._generator()
         resolved = []
         for index, prompt in enumerate(many):
             with _naming(index, len(many)):
@@ -111,7 +121,7 @@ class LLM:
                 raise EngineError("generate was called from an on_finish of its own; call it afterwards")
             self._is_running = True
             try:
-                return self._run(self._running(), resolved, params, on_finish)
+                return self._run(self._generator(), resolved, params, on_finish)
             finally:
                 self._is_running = False
 
@@ -128,9 +138,78 @@ class LLM:
         if not messages:
             raise RequestError("messages: must not be empty", field="messages")
         many = [messages] if isinstance(messages[0], Mapping) else messages
-        core = self._running()
+        core = self._generator()
         prompts = [{"prompt_token_ids": core.tokenizer.render_chat(m, **template_kwargs)} for m in many]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, on_finish)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text. Of a model that generates text, load it with ``runner="pooling"``.
+
+        Args:
+            prompts: as :meth:`generate` takes them.
+            pooling: ``mean``, ``cls`` (the first token's) or ``last``; None: as the folder's
+                sentence-transformers files say, else ``mean`` for an encoder and ``last`` for a decoder.
+            normalize: whether vectors have length 1; None: as the files say, else they have.
+            dimensions: only so many of each vector's numbers, for models trained for that.
+            truncate_prompt_tokens: what is longer is cut; -1: to what the model takes; None: it is refused.
+
+        Raises:
+            RequestError: a text or an option cannot be served; none is.
+            UnsupportedError: the model was loaded to generate text.
+        """
+        return self._encode(
+            lambda tasks: tasks.embed(prompts, pooling, normalize, dimensions, truncate_prompt_tokens)
+        )
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[Classified]:
+        """The probabilities of a classifier's classes, for each text or for each token of it.
+
+        Args and errors as for :meth:`embed`.
+        """
+        return self._encode(lambda tasks: tasks.classify(prompts, truncate_prompt_tokens))
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: a cross-encoder's score of the pair, or the cosine of their vectors.
+
+        Args:
+            text_1: one text, which goes with each of the others, or as many as there are of these.
+            text_2: one or several.
+
+        Errors as for :meth:`embed`.
+        """
+        return self._encode(lambda tasks: tasks.score(text_1, text_2, truncate_prompt_tokens))
+
+    def fill_mask(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        top_k: int = 5,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[FillMaskRequestOutput]:
+        """The likeliest words for each mask token in each text.
+
+        Args:
+            top_k: how many.
+
+        Other arguments and errors as for :meth:`embed`.
+        """
+        return self._encode(lambda tasks: tasks.fill_mask(prompts, top_k, truncate_prompt_tokens))
 
     def shutdown(self) -> None:
         """Stop the ranks. Safe to call twice, and from any thread: a running ``generate`` ends with
@@ -183,17 +262,38 @@ class LLM:
             raise
         return [collector.final() for collector in collectors.values()]
 
-    def _step(self, core: EngineCore) -> list[RequestDelta]:
+    def _encode(self, make: Callable[[EncoderTasks], Job[Output]]) -> list[Output]:
+        if self._serve_instead():
+            return []
+        core = self._running()
+        if not isinstance(core, EncodeCore):
+            raise UnsupportedError(
+                'model: it was loaded to generate text; pass runner="pooling" for vectors', field="runner"
+            )
+        job = make(core.tasks)
+        with self._lock:
+            return run_job(core, job, lambda: self._step(core))
+
+    def _step(self, core: Core[Any, D]) -> list[D]:
         if self._is_stopping:
             raise EngineDeadError(self._why_dead)
         try:
+            if core.supervisor.is_recovering:
+                core.supervisor.wait(_LOOK_S)
+                core.check()
+                return []
             return core.step()
+        except EngineDeadError as error:
+            self._give_up(str(error))
+            raise
         except Exception as error:  # whatever it is, the step has no answer, so no other can follow
             self._give_up(f"the engine has failed: {error}")
             raise EngineDeadError(self._why_dead) from error
         except BaseException:
-            if not core.recover():
-                self._give_up("the engine was interrupted in the middle of a step; make a new one")
+            try:
+                core.interrupted()
+            except EngineDeadError as error:
+                self._give_up(str(error))
             raise
 
     def _give_up(self, why: str) -> None:
@@ -209,7 +309,16 @@ class LLM:
             serve_rank()
         return True
 
-    def _running(self) -> EngineCore:
+    def _generator(self) -> EngineCore:
+        core = self._running()
+        if not isinstance(core, EngineCore):
+            raise UnsupportedError(
+                f"model: {core.info.architecture} is served for vectors and scores; it generates no text",
+                field="runner",
+            )
+        return core
+
+    def _running(self) -> EngineCore | EncodeCore:
         if self._core is None:
             raise EngineDeadError(self._why_dead)
         return self._core

@@ -8,13 +8,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-from shoal.engine.core import EngineCore
-from shoal.engine.outputs import RequestDelta
 from shoal.engine.protocol import EngineStats
+from shoal.engine.steps import Core, Delta
 from shoal.errors import EngineDeadError, EngineError, ShoalError
-from shoal.sampling_params import SamplingParams
 
 __all__ = ["EngineLoop", "Sink"]
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("shoal.engine")
 _WATCH_S = 0.5  # how often an idle engine looks whether its ranks live
 _MOST_COMMANDS = 64  # between two steps, some 5 ms: those who run don't wait for thousands who arrive
 
-Sink = Callable[[RequestDelta | ShoalError | None], None]
+Sink = Callable[[Any], None]
 """Called on the engine's thread: None when the request is taken in, then its deltas; or an error, last."""
 
 
@@ -30,7 +30,7 @@ Sink = Callable[[RequestDelta | ShoalError | None], None]
 class _Submission:
     request_id: str
     prompt_ids: Sequence[int]
-    params: SamplingParams
+    params: Any
     sink: Sink
 
 
@@ -51,7 +51,7 @@ class EngineLoop:
             collect; must not raise.
     """
 
-    def __init__(self, core: EngineCore, flush: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, core: Core[Any, Any], flush: Callable[[], None] = lambda: None) -> None:
         self._core = core
         self._flush = flush
         self._wake = threading.Condition()  # guards what is below, up to the sinks
@@ -61,6 +61,8 @@ class EngineLoop:
         self._cause: BaseException | None = None
         self._sinks: dict[str, Sink] = {}  # the engine thread's own
         self._stats = core.stats()
+        self.ended: Future[str] = Future()  # why, once everyone was answered
+        core.supervisor.on_ended = self._nudge
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._thread.start()
 
@@ -68,6 +70,11 @@ class EngineLoop:
     def is_alive(self) -> bool:
         """Requests are still being served."""
         return self._cause is None and self._thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """Alive, and the ranks are there."""
+        return self.is_alive and not self._core.supervisor.is_recovering
 
     @property
     def num_open(self) -> int:
@@ -78,7 +85,7 @@ class EngineLoop:
         """As of the last step."""
         return self._stats
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink) -> None:
+    def submit(self, request_id: str, prompt_ids: Sequence[int], params: Any, sink: Sink) -> None:
         """Have a request served; everything about it, refusals too, goes to ``sink``.
 
         Once the engine has ended, the sink is called here and now, on the caller's thread.
@@ -108,6 +115,11 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:  # a collected engine's finalizer may run there
             self._thread.join()
 
+    def _nudge(self) -> None:
+        """Have the engine's thread look up."""
+        with self._wake:
+            self._wake.notify_all()
+
     def _post(self, command: _Submission | _Abort) -> bool:
         if self._stopping or not self.is_alive:
             return False
@@ -126,7 +138,8 @@ class EngineLoop:
                     self._deliver(delta)
                 self._flush()
         except BaseException as error:  # the thread's boundary: whatever it is, every waiter is answered
-            _log.exception("the engine failed")
+            if not isinstance(error, EngineDeadError):
+                _log.exception("the engine failed")
             self._cause = error
         finally:
             self._end()
@@ -136,12 +149,13 @@ class EngineLoop:
         num_taken = 0
         while True:
             with self._wake:
-                while not (self._commands or self._stopping or self._core.has_work):
-                    if not self._wake.wait(_WATCH_S):
-                        self._core.check()
+                while not (self._commands or self._stopping or self._core.can_step):
+                    self._wake.wait(_WATCH_S)
+                    self._core.check()
+                    self._stats = self._core.stats()
                 if self._stopping:
                     return False
-                is_due = self._core.has_work and num_taken >= _MOST_COMMANDS
+                is_due = self._core.can_step and num_taken >= _MOST_COMMANDS
                 command = self._commands.popleft() if self._commands and not is_due else None
             if command is None:
                 return True
@@ -170,7 +184,7 @@ class EngineLoop:
             self._forget(new.request_id)
             self._core.abort(new.request_id)
 
-    def _deliver(self, delta: RequestDelta) -> None:
+    def _deliver(self, delta: Delta) -> None:
         sink = self._sinks.get(delta.request_id)
         if sink is None:
             return
@@ -180,7 +194,7 @@ class EngineLoop:
         if not delta.finished and not is_told:
             self._core.abort(delta.request_id)
 
-    def _tell(self, sink: Sink, item: RequestDelta | ShoalError | None) -> bool:
+    def _tell(self, sink: Sink, item: Delta | ShoalError | None) -> bool:
         """Call a sink; whether it took it."""
         try:
             sink(item)
@@ -211,10 +225,13 @@ class EngineLoop:
             self._num_open = 0
             self._wake.notify_all()
         self._core.shutdown()
+        self.ended.set_result(str(self._death()))
 
     def _death(self) -> EngineDeadError:
         if self._cause is None:
             return EngineDeadError("the engine was shut down")
+        if isinstance(self._cause, EngineDeadError):
+            return EngineDeadError(str(self._cause))
         return EngineDeadError(f"the engine has failed: {self._cause}")
 
 

@@ -10,11 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Mailbox"]
+__all__ = ["Inbox", "Mailbox"]
 
 Item = TypeVar("Item")
+Item_in = TypeVar("Item_in", contravariant=True)
+
+
+class Inbox(Protocol[Item_in]):
+    """Where items end up: a queue of an event loop, called on that loop alone."""
+
+    def put_nowait(self, item: Item_in, /) -> None: ...
 
 
 class Mailbox(Generic[Item]):
@@ -22,10 +29,10 @@ class Mailbox(Generic[Item]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._posted: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Item], Item]]] = {}
+        self._posted: dict[asyncio.AbstractEventLoop, list[tuple[Inbox[Item], Item]]] = {}
 
-    def post(self, events: asyncio.AbstractEventLoop, queue: asyncio.Queue[Item], item: Item) -> None:
-        """Have an item put into a queue of ``events`` at the next :meth:`flush`, in order of posting.
+    def post(self, events: asyncio.AbstractEventLoop, inbox: Inbox[Item], item: Item) -> None:
+        """Have an item put into an inbox of ``events`` at the next :meth:`flush`, in order of posting.
 
         Raises:
             RuntimeError: the loop is closed: nobody will ever read it.
@@ -33,7 +40,7 @@ class Mailbox(Generic[Item]):
         if events.is_closed():
             raise RuntimeError("the event loop of the receiver is closed")
         with self._lock:
-            self._posted.setdefault(events, []).append((queue, item))
+            self._posted.setdefault(events, []).append((inbox, item))
 
     def flush(self) -> None:
         """Send everything off."""
@@ -44,6 +51,6 @@ class Mailbox(Generic[Item]):
                 events.call_soon_threadsafe(_put, items)
 
 
-def _put(items: list[tuple[asyncio.Queue[Item], Item]]) -> None:
-    for queue, item in items:
-        queue.put_nowait(item)
+def _put(items: list[tuple[Inbox[Item], Item]]) -> None:
+    for inbox, item in items:
+        inbox.put_nowait(item)

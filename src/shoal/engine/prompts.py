@@ -11,11 +11,20 @@ from typing import Any
 from shoal.engine.protocol import Prompt
 from shoal.errors import RequestError
 
-__all__ = ["resolve_prompt"]
+__all__ = ["BothPrompts", "resolve_prompt"]
 
 _KEYS = ("prompt", "prompt_token_ids")
+_BOTH_KEYS = ("encoder_prompt", "decoder_prompt")
 
 _Encode = Callable[[str], list[int]]
+
+
+class BothPrompts(list[int]):
+    """The ids of an encoder's prompt, and with them those that begin its decoder's sequence."""
+
+    def __init__(self, encoder_ids: Sequence[int], decoder_ids: Sequence[int]) -> None:
+        super().__init__(encoder_ids)
+        self.decoder_ids = list(decoder_ids)
 
 
 def resolve_prompt(prompt: Prompt, encode: _Encode, vocab_size: int) -> tuple[str | None, list[int]]:
@@ -23,7 +32,9 @@ def resolve_prompt(prompt: Prompt, encode: _Encode, vocab_size: int) -> tuple[st
 
     Args:
         prompt: text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a sequence of ids. A
-            mapping with both is served by its ids and reports its text.
+            mapping with both is served by its ids and reports its text. For encoder-decoders also
+            ``{"encoder_prompt": ..., "decoder_prompt": ...}``, each of these again, the latter as token ids
+            or None; what comes back is :class:`BothPrompts` then.
         encode: text to ids; it refuses text if there is no tokenizer.
         vocab_size: the model's number of token embeddings.
 
@@ -40,6 +51,8 @@ def resolve_prompt(prompt: Prompt, encode: _Encode, vocab_size: int) -> tuple[st
 def _from_mapping(
     prompt: Mapping[str, Any], encode: _Encode, vocab_size: int
 ) -> tuple[str | None, list[int]]:
+    if any(key in _BOTH_KEYS for key in prompt):
+        return _both(prompt, encode, vocab_size)
     for key in prompt:
         if key not in _KEYS:
             raise RequestError(f"prompt: unknown key {key!r}; there are: {', '.join(_KEYS)}", "prompt")
@@ -52,6 +65,26 @@ def _from_mapping(
         return text, _checked_ids(ids, vocab_size, "prompt_token_ids")
     assert text is not None
     return text, _encoded(text, encode, vocab_size)
+
+
+def _both(prompt: Mapping[str, Any], encode: _Encode, vocab_size: int) -> tuple[str | None, list[int]]:
+    if not set(prompt) <= set(_BOTH_KEYS) or prompt.get("encoder_prompt") is None:
+        raise RequestError(
+            f"prompt: an encoder-decoder's has the keys {' and '.join(_BOTH_KEYS)} and no others, and the "
+            f"second may be left out; got {', '.join(map(str, prompt))}",
+            "prompt",
+        )
+    text, ids = resolve_prompt(prompt["encoder_prompt"], encode, vocab_size)
+    given = prompt.get("decoder_prompt")
+    if given is None:
+        return text, ids
+    if isinstance(given, Mapping):
+        given = given.get("prompt_token_ids")
+    if given is None or isinstance(given, str):
+        raise RequestError(
+            "decoder_prompt: must be token ids: what a decoder begins with is seldom text", "decoder_prompt"
+        )
+    return text, BothPrompts(ids, _checked_ids(given, vocab_size, "decoder_prompt"))
 
 
 def _encoded(text: str, encode: _Encode, vocab_size: int) -> list[int]:

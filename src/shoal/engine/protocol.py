@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.engine.outputs import RequestDelta
 from shoal.sampling_params import SamplingParams
 
+if TYPE_CHECKING:  # they import what computes
+    from shoal.engine.encode_tasks import EncoderTasks, Job
+
 __all__ = ["EngineInfo", "EngineStats", "Frontend", "Prompt"]
 
+Output = TypeVar("Output")
+
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of token ids."""
+"""Text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of token ids. For
+encoder-decoders also ``{"encoder_prompt": any of these, "decoder_prompt": token ids}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +37,12 @@ class EngineInfo:
     attention: str
     dtype: str
     device: str
+    way: str = "paged"  # how the model is served
+    num_slots: int = 0  # states kept; 0: the model keeps none
     plan_summary: tuple[tuple[str, str, str], ...] = ()  # (pattern, how split, per rank)
     ranks: tuple[Mapping[str, int], ...] = ()  # rank, weight_bytes, kv_bytes, kv_bytes_per_token, bytes_read
     load_s: float = 0.0
+    notes: tuple[str, ...] = ()  # what rank 0 said of how it computes
 
 
 @dataclass(slots=True)
@@ -42,6 +51,8 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_queued_requests: int = 0  # of these, beyond what the next step has room for
+    num_queued_tokens: int = 0  # prompt tokens of all that wait
     kv_cache_usage: float = 0.0  # share of blocks in use, 0 to 1
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
@@ -49,6 +60,8 @@ class EngineStats:
     prefix_cache_hits_total: int = 0  # tokens found
     preemptions_total: int = 0
     steps_total: int = 0
+    restarts_total: int = 0  # times the ranks were started anew
+    replays_total: int = 0  # sequences put back because the ranks had failed
     requests_total: dict[str, int] = field(default_factory=dict)  # by finish reason
 
 
@@ -68,7 +81,19 @@ class Frontend(Protocol):
         """Not given up: serving, or able to recover."""
         ...
 
+    async def died(self) -> str:
+        """Wait until the engine has given up (or was shut down), and everyone was told; why it has."""
+        ...
+
     def stats(self) -> EngineStats: ...
+
+    def require_room(self) -> None:
+        """Refuse early what :meth:`stream` would refuse, so that nobody reads its prompt in vain.
+
+        Raises:
+            QueueFullError: too many requests wait, as of the last step.
+        """
+        ...
 
     def render_chat(
         self,
@@ -87,13 +112,32 @@ class Frontend(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        max_unread: int | None = None,
     ) -> AsyncIterator[RequestDelta]:
         """Deltas until ``finished``. Closing the iterator (or cancelling its task) aborts the request.
+
+        So does a reader that leaves more than ``max_unread`` deltas untaken (None: they may pile up); it
+        gets an EngineError in their place.
 
         Raises (at the first ``__anext__``, before anything reaches the engine):
             RequestError: the prompt or params cannot be served.
             QueueFullError: too many requests wait.
+            EngineDeadError: the engine has given up.
+        """
+        ...
+
+    async def encode(self, make: Callable[[EncoderTasks], Job[Output]]) -> list[Output]:
+        """What a job gives that ``make`` makes, on another thread, of what an encoder can be asked for.
+
+        Raises:
+            UnsupportedError: the model generates text, or does not have the task.
+            RequestError: a text cannot be served.
+            QueueFullError: too many texts wait.
             EngineDeadError: the engine has given up.
         """
         ...

@@ -11,7 +11,7 @@ def describe(info: EngineInfo) -> str:
     """What is split how, and what each rank holds."""
     lines = [
         f"{info.architecture} over {info.tensor_parallel_size} rank(s), {info.dtype} on {info.device}, "
-        f"attention: {info.attention}"
+        f"attention: {info.attention}, served the {info.way} way"
     ]
     width = max((len(pattern) for pattern, _, _ in info.plan_summary), default=0)
     lines += [f"  {pattern:{width}}  {how:9}  {detail}" for pattern, how, detail in info.plan_summary]

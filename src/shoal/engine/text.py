@@ -33,6 +33,7 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*bpe.codes",
 )
+_NO_LENGTH = 1 << 30  # transformers has a larger number stand for none
 # Arguments of apply_chat_template that are ours to set: a request may not replace the template, nor
 # change what comes back.
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
@@ -112,9 +113,25 @@ class Tokenizer:
         return 1 + max(self._backend.get_vocab().values(), default=-1) if self._backend else 0
 
     @property
+    def model_max_length(self) -> int | None:
+        """Tokens that the tokenizer's files say the model takes; None: they do not say."""
+        length = getattr(self._backend, "model_max_length", None)
+        return int(length) if length is not None and length < _NO_LENGTH else None
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """What stands for a word that is to be guessed."""
+        return getattr(self._backend, "mask_token_id", None)
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end of sequence; generation configs come first (``eos_token_ids``)."""
         return getattr(self._backend, "eos_token_id", None)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: so many times the tokens that fit is all a prompt can hold."""
+        return max(map(len, self._backend.get_vocab()), default=1) if self._backend else 1
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -150,7 +167,7 @@ class Tokenizer:
         return self._tokenise(text, field, add_special_tokens=True)
 
     def _tokenise(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
-        backend = self._require(field)
+        backend = self.backend(field)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
@@ -158,7 +175,12 @@ class Tokenizer:
         encoded = backend(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(token) for token in encoded["input_ids"]]
 
-    def _require(self, field: str) -> Any:
+    def backend(self, field: str) -> Any:
+        """transformers' tokenizer.
+
+        Raises:
+            RequestError: there is none, and ``field`` needs it.
+        """
         if self._backend is None:
             raise RequestError(
                 f"{field}: this model has no tokenizer; pass token ids as prompt_token_ids", field
@@ -241,7 +263,7 @@ class Tokenizer:
         Raises:
             RequestError: no tokenizer, no chat template, or the template refuses the messages.
         """
-        backend = self._require("messages")
+        backend = self.backend("messages")
         if not self.has_chat_template:
             raise RequestError(
                 "messages: this model has no chat template; send a prompt to completions instead", "messages"

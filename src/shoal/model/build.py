@@ -5,15 +5,30 @@ Knows no plan and no checkpoint; whoever calls it shards and loads.
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from shoal.errors import ModelNotFoundError, UnsupportedError
+from shoal.model.classes import architecture_class
 from shoal.plan.skeleton import BigOnMeta, building
 
-__all__ = ["build_empty", "causal_class", "load_config", "model_length", "steady_length"]
+__all__ = [
+    "build_empty",
+    "causal_class",
+    "load_config",
+    "model_length",
+    "steady_length",
+    "vocabulary_size",
+]
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -33,7 +48,7 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig
 def causal_class(
     config: PreTrainedConfig, path: Path | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """The class that serves ``config`` as a decoder with a language-model head.
+    """The class that serves ``config`` as a decoder with a language-model head, on its own or on an encoder.
 
     Raises:
         UnsupportedError: there is none.
@@ -44,13 +59,17 @@ def causal_class(
 
         found: type[PreTrainedModel] = get_class_from_dynamic_module(remote, path)
         return found
-    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        named = architecture_class(config, path, trust_remote_code)
+        if named.can_generate():
+            return named
         raise UnsupportedError(
-            f"model: {config.model_type} is not a decoder that generates text; "
-            "only causal language models are served so far",
+            f"model: {config.model_type} has no decoder that generates text in transformers "
+            f"({auto.__name__} does not know it)",
             field="model",
         )
-    found = AutoModelForCausalLM._model_mapping[type(config)]
+    found = auto._model_mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -93,9 +112,21 @@ def steady_length(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
+def vocabulary_size(config: PreTrainedConfig) -> int:
+    """Number of token embeddings; of a model that reads characters and says none, all of Unicode."""
+    return int(getattr(config.get_text_config(), "vocab_size", sys.maxunicode + 1))
+
+
 def model_length(config: PreTrainedConfig) -> int | None:
     """Positions the model was made for, or None where its config does not say."""
-    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "n_ctx"):
+    for name in (
+        "max_position_embeddings",
+        "max_decoder_position_embeddings",
+        "n_positions",
+        "seq_length",
+        "max_seq_len",
+        "n_ctx",
+    ):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -16,8 +16,9 @@ from shoal.attention.base import AttentionBatch, DecodeGroup, KVShape, LayerPage
 from shoal.attention.dense_cache import PaddedBatch, dense_cache, measuring_cache
 from shoal.attention.hook import AttentionContext, attach
 from shoal.model.base import Ragged, Row, ServedModel
+from shoal.model.build import vocabulary_size
 
-__all__ = ["Caller", "PaddedCausal", "PagedCausal", "attention_batch"]
+__all__ = ["Caller", "LeftPadded", "PaddedCausal", "PagedCausal", "attention_batch", "left_padded"]
 
 
 class Caller:
@@ -25,6 +26,7 @@ class Caller:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
+        self.vocabulary = vocabulary_size(module.config)
         names = set(inspect.signature(module.forward).parameters)
         self.cache_name = next((n for n in ("cache", "past_key_values") if n in names), None)
         self._takes_positions = "position_ids" in names
@@ -33,7 +35,13 @@ class Caller:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, **extra: Any
     ) -> torch.Tensor:
-        """Logits at columns ``wanted`` (None: the last one).
+        """The logits alone; see :meth:`output`."""
+        return self.output(ids, positions, wanted, **extra)[0]
+
+    def output(
+        self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, **extra: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Logits at columns ``wanted`` (None: the last one), and all that the model gives.
 
         Args:
             ids: [B, T] int64.
@@ -41,16 +49,17 @@ class Caller:
             wanted: [R] int64 columns.
 
         Returns:
-            [B, R, V].
+            [B, R, V], and the output they come from.
         """
         if self._takes_positions:
             extra["position_ids"] = positions
         if self._takes_keep:
             extra["logits_to_keep"] = 1 if wanted is None else wanted
-        logits: torch.Tensor = self.module(input_ids=ids, return_dict=True, **extra).logits
+        output = self.module(input_ids=ids, return_dict=True, **extra)
+        logits: torch.Tensor = output.logits
         if not self._takes_keep:
             logits = logits[:, -1:] if wanted is None else logits[:, wanted]
-        return logits
+        return logits, output
 
 
 def attention_batch(batch: Ragged) -> AttentionBatch:
@@ -73,10 +82,35 @@ def attention_batch(batch: Ragged) -> AttentionBatch:
     return AttentionBatch(batch.slots, decode, prefills)
 
 
+class LeftPadded(NamedTuple):
+    """Rows that bring equally many tokens, made one batch: B rows, Q new columns each, L columns in all."""
+
+    tokens: torch.Tensor  # [B, Q] int64: their tokens of the ragged batch
+    mask: torch.Tensor  # [B, L] int64: 0 where a column is padding
+    kept: PaddedBatch
+
+
+def left_padded(batch: Ragged, rows: Sequence[Row]) -> LeftPadded:
+    """The rows with their newest tokens in the last columns."""
+    new, length = rows[0].count, max(row.length for row in rows)
+    device = batch.ids.device
+    mask = torch.zeros(len(rows), length, dtype=torch.int64, device=device)
+    past = torch.zeros(len(rows), length - new, dtype=torch.int64, device=device)
+    tokens = torch.stack([torch.arange(r.first, r.first + r.count, device=device) for r in rows])
+    offsets = torch.arange(batch.block_size, device=device)
+    for index, row in enumerate(rows):
+        mask[index, length - row.length :] = 1
+        if row.start:
+            slots = (row.block_ids[:, None] * batch.block_size + offsets).flatten()
+            past[index, -row.start :] = slots[: row.start]
+    return LeftPadded(tokens, mask, PaddedBatch(new, batch.slots[tokens.flatten()], past, length))
+
+
 class PagedCausal:
     """A decoder whose attention is ours."""
 
     way = "paged"
+    keeps_kv = True
 
     def __init__(self, module: PreTrainedModel, kernel: PagedKernel) -> None:
         self._call = Caller(module)
@@ -113,6 +147,7 @@ class PaddedCausal:
     """
 
     way = "padded"
+    keeps_kv = True
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._call = Caller(module)
@@ -155,21 +190,10 @@ class PaddedCausal:
 
     def _forward(self, batch: Ragged, rows: list[Row]) -> torch.Tensor:
         """The last column's logits [B, 1, V] of rows that bring equally many tokens."""
-        new, length = rows[0].count, max(row.length for row in rows)
-        device = batch.ids.device
-        mask = torch.zeros(len(rows), length, dtype=torch.int64, device=device)
-        past = torch.zeros(len(rows), length - new, dtype=torch.int64, device=device)
-        tokens = torch.stack([torch.arange(r.first, r.first + r.count, device=device) for r in rows])
-        offsets = torch.arange(batch.block_size, device=device)
-        for index, row in enumerate(rows):
-            mask[index, length - row.length :] = 1
-            if row.start:
-                slots = (row.block_ids[:, None] * batch.block_size + offsets).flatten()
-                past[index, -row.start :] = slots[: row.start]
-        padded = PaddedBatch(new, batch.slots[tokens.flatten()], past, length)
-        cache = dense_cache(self._pages, padded)
-        ids, positions = batch.ids[tokens], batch.positions[tokens]
-        return self._call(ids, positions, None, attention_mask=mask, **self._cached(cache))
+        padded = left_padded(batch, rows)
+        ids, positions = batch.ids[padded.tokens], batch.positions[padded.tokens]
+        cache = self._cached(dense_cache(self._pages, padded.kept))
+        return self._call(ids, positions, None, attention_mask=padded.mask, **cache)
 
     def _cached(self, cache: Any) -> dict[str, Any]:
         if self._call.cache_name is None:

@@ -32,6 +32,7 @@ class FusedCausal:
     """
 
     way = "fused"
+    keeps_kv = True
 
     def __init__(
         self, module: PreTrainedModel, paged: PagedCausal, kernel: CpuPaged, comm: Comm, storage: str

@@ -4,11 +4,13 @@ The rule for what is in no region: a linear is split by output features and gath
 split by rows and summed; both are right whatever the model does with the result, as long as the module is
 only called. What is so little of the model that the copies on all ranks make up less than one part in a
 hundred of it stays whole, for it would cost a collective and save nothing; so does what code other than its
-own module uses, and what no run of the model used.
+own module uses, what no run of the model used, and tables that grow.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -211,6 +213,8 @@ def _safe_splits(
         why = "tied to a weight that is not split this way"
     elif tied - inventory.modules.keys():
         why = "tied to a parameter that is no linear or embedding"
+    elif any(_resizes_itself(type(module)) for module in inventory.modules[pattern]):
+        why = "its own code makes it anew where it is too short"
     elif pattern in small:
         why = "small: splitting it would cost a collective and save nothing"
     if why:
@@ -219,6 +223,24 @@ def _safe_splits(
         return {pattern: fallback_split(inventory.modules[pattern][0], tp, reason)}
     pairs = zip(inventory.names[pattern], inventory.modules[pattern], strict=True)
     return {name: fallback_split(module, tp, reason) for name, module in pairs}
+
+
+def _resizes_itself(kind: type[nn.Module]) -> bool:
+    """Whether a module's class assigns its weight after it was made, as tables of positions do that grow with
+    the longest input: rows of such a table on a rank would look to it like a table that is too short.
+    """
+    own = [base for base in kind.__mro__ if not base.__module__.startswith("torch.") and base is not object]
+    functions = [
+        function
+        for base in own
+        for name, function in vars(base).items()
+        if inspect.isfunction(function) and name != "__init__"
+    ]
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == "weight"
+        for function in functions
+        for step in dis.get_instructions(function)
+    )
 
 
 def fallback_split(module: nn.Module, tp: int, reason: str) -> Split:

@@ -1,5 +1,5 @@
-"""Edits of logits that a request asks for: logit_bias, min_tokens, penalties. Knows no probabilities
-and draws nothing.
+"""Edits of logits that a request asks for: logit_bias, min_tokens, penalties, forced tokens. Knows no
+probabilities and draws nothing.
 
 Every function takes float32 ``scores`` [rows, vocab] and the rows' ``SequenceStep``s, and edits in
 place. All rows are edited at once, each with its own values, through (row, token id) pairs, so the
@@ -8,7 +8,8 @@ were refused at admission.
 
 Definitions. Bias: added. Barred: -inf. Repetition (Keskar et al. 2019, as in transformers): a
 logit above 0 is divided by the penalty, any other multiplied, for every token of prompt and output.
-Presence and frequency (OpenAI's): of the output only, ``- presence - frequency * count``.
+Presence and frequency (OpenAI's): of the output only, ``- presence - frequency * count``. Forced: 0, and
+all others -inf.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ def _bars_stop(sequence: SequenceStep) -> bool:
 def needs_edit(sequence: SequenceStep) -> bool:
     """Whether :func:`apply` would change this sequence's row."""
     spec = spec_of(sequence)
-    return bool(spec.logit_bias) or _bars_stop(sequence) or spec.needs_history
+    return bool(spec.logit_bias) or _bars_stop(sequence) or spec.needs_history or sequence.forced_id >= 0
 
 
 def apply(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:
-    """All edits in vLLM's order: bias and barred tokens, then repetition, frequency, presence."""
+    """All edits in vLLM's order: bias and barred tokens, then repetition, frequency, presence; forced ones
+    last, as in transformers.
+    """
     _add_bias(scores, sequences)
     _bar_stop_ids(scores, sequences)
     _repetition(scores, sequences)
     _presence_and_frequency(scores, sequences)
+    _force(scores, sequences)
 
 
 def _pairs(
@@ -94,6 +98,13 @@ def _bar_stop_ids(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> No
     if barred:
         flat, _ = _pairs(scores, barred)
         scores.view(-1)[flat] = -torch.inf
+
+
+def _force(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:
+    forced = [(row, s.forced_id) for row, s in enumerate(sequences) if 0 <= s.forced_id < scores.shape[1]]
+    for row, token in forced:
+        scores[row] = -torch.inf
+        scores[row, token] = 0.0
 
 
 def _repetition(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:

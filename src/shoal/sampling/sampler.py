@@ -2,7 +2,8 @@
 
     logits ─ argmax, check ─┬─ greedy rows:            that is it ───┬─ logprobs of the raw logits ─ results
                             ├─ greedy and edited:  edit ─ argmax ────┤
-                            └─ others:      edit ─ filter ─ race ────┘
+                            ├─ others:      edit ─ filter ─ race ────┘
+                            └─ beams:  log-softmax ─ edit ─ the most likely, as they are ─────────── results
 
 Rows are independent: what one asks for, or breaks, never shows in another. Only rows that ask for a
 processor are copied and edited; a batch that is all greedy costs one argmax.
@@ -45,6 +46,7 @@ class _Choice:
 
     tokens: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    beams: list[int] = field(default_factory=list)  # rows of which the most likely tokens are wanted
 
 
 @torch.inference_mode()
@@ -67,6 +69,8 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceStep]) -> tuple[Tok
     raw = logits.to(torch.float32)
     choice = _choose(raw, sequences)
     reports = _logprobs(raw, sequences, choice.tokens)
+    if choice.beams:
+        reports |= _candidates(raw, sequences, choice.beams)
     return tuple(_result(row, sequence, choice, reports) for row, sequence in enumerate(sequences))
 
 
@@ -95,7 +99,10 @@ def _choose(raw: torch.Tensor, sequences: Sequence[SequenceStep]) -> _Choice:
     for row, (maximum, token, sequence) in enumerate(zip(*_greatest(raw), sequences, strict=True)):
         if not -math.inf < maximum < math.inf:
             choice.errors[row] = "the model's logits are NaN, infinite, or -inf for every token"
-        elif spec_of(sequence).temperature >= _GREEDY_BELOW:
+        elif (spec := spec_of(sequence)).num_candidates:
+            choice.tokens[row] = token
+            choice.beams.append(row)
+        elif spec.temperature >= _GREEDY_BELOW:
             drawn.append(row)
         elif processors.needs_edit(sequence):
             edited.append(row)
@@ -141,6 +148,21 @@ def _choose_group(
     else:
         tokens = draw(scores, [spec_of(s) for s in own], _keys(own, raw)).tolist()
     choice.tokens.update(zip(rows, tokens, strict=True))
+
+
+def _candidates(
+    raw: torch.Tensor, sequences: Sequence[SequenceStep], rows: list[int]
+) -> dict[int, _Logprobs]:
+    """The most likely tokens of beams. Edits come after the log-softmax, as in transformers' search."""
+    own = [sequences[row] for row in rows]
+    scores = raw[rows].log_softmax(dim=-1)
+    processors.apply(scores, own)
+    values, ids = order.largest(scores, max(spec_of(sequence).num_candidates for sequence in own))
+    reports = {}
+    for row, sequence, top_ids, top in zip(rows, own, ids.tolist(), values.tolist(), strict=True):
+        count = min(spec_of(sequence).num_candidates, sum(value > -math.inf for value in top))
+        reports[row] = _Logprobs(top_ids=tuple(top_ids[:count]), top_logprobs=tuple(top[:count]))
+    return reports
 
 
 def _take(raw: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from shoal.cache.manager import SequenceBlocks
-from shoal.errors import RequestError
+from shoal.errors import QueueFullError, RequestError
+from shoal.sched.beams import BeamGroup, BeamSpec
 from shoal.sched.request import Request, RequestSpec
 
-__all__ = ["Limits", "make_branches"]
+__all__ = ["Limits", "QueueBounds", "make_branches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,59 @@ class Limits:
     max_model_len: int  # tokens, prompt and output
     num_blocks: int
     block_size: int  # tokens per block
+    shares_blocks: bool = True  # whether one sequence can go on from what another has computed
+    max_num_seqs: int = 1 << 30  # running at once
+    max_encoder_len: int = 0  # tokens of an encoder's input; 0: there is no encoder
+
+    def for_beams(self, num_beams: int) -> Limits:
+        """What is left to each of a search's beams.
+
+        Raises:
+            RequestError: they can never all be there at once.
+        """
+        if num_beams > self.max_num_seqs:
+            raise RequestError(
+                f"num_beams: {num_beams} beams run side by side, and max_num_seqs is {self.max_num_seqs}; "
+                "search with fewer",
+                field="num_beams",
+            )
+        return replace(self, num_blocks=self.num_blocks // num_beams)
+
+    def for_decoder(self, num_encoder: int) -> Limits:
+        """What is left to the decoder of a sequence whose encoder reads ``num_encoder`` tokens."""
+        return replace(self, num_blocks=self.num_blocks - -(-num_encoder // self.block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """How much may wait; None: no bound."""
+
+    num_requests: int | None  # beyond those the next step has room for
+    num_tokens: int | None  # of prompts, once per branch
+
+    def check(self, num_queued: int, num_waiting_tokens: int, branches: Sequence[Request]) -> None:
+        """Refuse a request that finds too much before it. By tokens, none is refused where none wait.
+
+        Raises:
+            QueueFullError: names the bound.
+        """
+        bound = self.num_requests
+        if bound is not None and num_queued >= bound:
+            raise QueueFullError(f"{num_queued} requests wait already (max_num_queued_requests is {bound})")
+        num_tokens, bound = sum(request.num_input for request in branches), self.num_tokens
+        if bound is not None and num_waiting_tokens and num_waiting_tokens + num_tokens > bound:
+            raise QueueFullError(
+                f"{num_waiting_tokens} prompt tokens wait already, and the request has {num_tokens} "
+                f"(max_num_queued_tokens is {bound})"
+            )
 
 
 def make_branches(spec: RequestSpec, first_sequence_id: int, limits: Limits) -> list[Request]:
     """One branch per sampling spec, with sequence ids in order.
 
-    The first leads: the others wait for it to compute the full blocks of the prompt and share them.
-    At least one prompt token is left to each, and a prompt too short to share makes all independent.
+    The first leads: the others wait for it to compute the full blocks of the prompt and share them, and
+    what comes of its encoder's input. At least one prompt token is left to each; where there is nothing to
+    share, all are independent.
 
     Raises:
         RequestError: the request could never be served; ``field`` names why.
@@ -34,8 +82,13 @@ def make_branches(spec: RequestSpec, first_sequence_id: int, limits: Limits) -> 
     assert spec.sampling, "a request has at least one branch"
     assert [sampling.branch for sampling in spec.sampling] == list(range(len(spec.sampling)))
     prompt = _pack_prompt(spec.prompt_ids)
-    max_tokens = _max_output(len(prompt), spec.max_tokens, limits)
-    num_shared = (len(prompt) - 1) // limits.block_size * limits.block_size
+    encoder_ids = _encoder_input(spec, limits)
+    if spec.beams is not None:
+        limits = limits.for_beams(spec.beams.num_beams)
+    max_tokens = _max_output(len(prompt), spec.max_tokens, limits.for_decoder(len(encoder_ids)))
+    # What a decoder computes depends on its encoder's input too.
+    salt = _salted(spec.cache_salt, encoder_ids) if encoder_ids else spec.cache_salt
+    num_shared = (len(prompt) - 1) // limits.block_size * limits.block_size if limits.shares_blocks else 0
     branches: list[Request] = []
     for index, sampling in enumerate(spec.sampling):
         token_ids = prompt[:]
@@ -48,12 +101,55 @@ def make_branches(spec: RequestSpec, first_sequence_id: int, limits: Limits) -> 
             max_tokens=max_tokens,
             eos_ids=frozenset() if spec.ignore_eos else spec.eos_ids,
             stop_ids=spec.stop_ids,
-            blocks=SequenceBlocks(token_ids, spec.cache_salt),
-            leader=branches[0] if branches and num_shared else None,
+            blocks=SequenceBlocks(token_ids, salt, num_encoder=len(encoder_ids)),
+            leader=branches[0] if branches and (num_shared or encoder_ids) else None,
             num_shared=num_shared,
+            encoder_ids=encoder_ids,
+            forced_first_id=spec.forced_first_id,
+            forced_last_id=spec.forced_last_id,
         )
         branches.append(request)
+    if spec.beams is not None:
+        _group(spec.beams, branches)
     return branches
+
+
+def _group(spec: BeamSpec, branches: list[Request]) -> None:
+    """Make branches beams: the first begins alone."""
+    first = branches[0]
+    group = BeamGroup(spec, branches, first.ending_ids, first.max_tokens)
+    for request in branches:
+        request.group = group
+        request.leader = None
+        request.is_parked = request is not first
+
+
+def _encoder_input(spec: RequestSpec, limits: Limits) -> array[int]:
+    """The encoder's ids; none where there is no encoder."""
+    if not limits.max_encoder_len:
+        assert not spec.encoder_ids, "there is no encoder"
+        return array("i")
+    encoder_ids = _pack_prompt(spec.encoder_ids)
+    if len(encoder_ids) > limits.max_encoder_len:
+        raise RequestError(
+            f"prompt: has {len(encoder_ids)} tokens, and the encoder takes {limits.max_encoder_len}: as many "
+            "as the model was made for and as fit into one step (max_num_batched_tokens less one), since an "
+            "encoder's input is never split; shorten it",
+            field="prompt",
+        )
+    room = limits.for_decoder(len(encoder_ids)).num_blocks
+    if room < 1:
+        raise RequestError(
+            f"prompt: has {len(encoder_ids)} tokens, and the KV cache of {limits.num_blocks} blocks of "
+            f"{limits.block_size} has no room for them and a decoder's; shorten it, or give the cache more "
+            "memory (kv_cache_memory_bytes, gpu_memory_utilization, num_gpu_blocks_override)",
+            field="prompt",
+        )
+    return encoder_ids
+
+
+def _salted(salt: bytes, encoder_ids: array[int]) -> bytes:
+    return blake2b(encoder_ids.tobytes(), key=salt[:64], digest_size=16).digest()
 
 
 def _pack_prompt(prompt_ids: Sequence[int]) -> array[int]:

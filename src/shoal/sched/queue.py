@@ -15,6 +15,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._num_branches: dict[str, int] = {}  # waiting, per request id
+        self._num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -24,10 +25,16 @@ class WaitingQueue:
         """Requests of which a branch waits."""
         return len(self._num_branches)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of the branches that wait."""
+        return self._num_prompt_tokens
+
     def append(self, request: Request) -> None:
         """A new arrival, behind all others."""
         self._requests[request.sequence_id] = request
         self._num_branches[request.request_id] = self._num_branches.get(request.request_id, 0) + 1
+        self._num_prompt_tokens += request.num_input
 
     def popleft(self) -> Request:
         """Take the first.
@@ -74,8 +81,10 @@ class WaitingQueue:
             assert sequence_id == request.sequence_id
             counts[request.request_id] = counts.get(request.request_id, 0) + 1
         assert counts == self._num_branches
+        assert sum(request.num_input for request in self._requests.values()) == self._num_prompt_tokens
 
     def _uncount(self, request: Request) -> None:
+        self._num_prompt_tokens -= request.num_input
         left = self._num_branches[request.request_id] - 1
         if left:
             self._num_branches[request.request_id] = left

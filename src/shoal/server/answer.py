@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,9 +17,10 @@ from starlette.responses import Response
 from shoal.engine.outputs import CompletionDelta, CompletionOutput, RequestDelta
 from shoal.engine.protocol import Prompt
 from shoal.sampling_params import SamplingParams
+from shoal.server.boundary import request_id_of
 from shoal.server.errors import json_response
 from shoal.server.sse import EventStream
-from shoal.server.state import ServerState
+from shoal.server.state import ServerState, state_of
 from shoal.server.waiting import Deadline, merged, while_connected
 
 __all__ = ["Answer", "IndexedDeltas", "answer_streaming", "answer_whole", "deltas_of", "new_answer"]
@@ -33,7 +33,8 @@ IndexedDeltas = AsyncGenerator[tuple[int, RequestDelta], None]
 class Answer:
     """One answer under way."""
 
-    id: str
+    request_id: str  # as the client gave it, or drawn for it
+    id: str  # as the answer has it, and the engine: the same with OpenAI's prefix
     object: str
     model: str
     num_branches: int  # per prompt
@@ -73,23 +74,28 @@ class Answer:
         }
 
 
-def new_answer(prefix: str, kind: str, model: str, num_branches: int) -> Answer:
-    """An answer with a fresh id."""
-    return Answer(id=f"{prefix}-{uuid.uuid4().hex}", object=kind, model=model, num_branches=num_branches)
+def new_answer(request: Request, prefix: str, kind: str, model: str, num_branches: int) -> Answer:
+    """An answer to ``request``."""
+    request_id = request_id_of(request)
+    return Answer(request_id, f"{prefix}-{request_id}", kind, model, num_branches)
 
 
 async def deltas_of(
     state: ServerState, prompts: Sequence[Prompt], params: SamplingParams, answer: Answer
 ) -> IndexedDeltas:
-    """The deltas of all prompts, submitted together and counted into ``answer``."""
-    streams = [
-        state.stream(prompt, params, answer.id if len(prompts) == 1 else f"{answer.id}-{index}")
-        for index, prompt in enumerate(prompts)
-    ]
-    async with aclosing(merged(streams)) as deltas:
-        async for index, delta in deltas:
-            answer.count(index, delta)
-            yield index, delta
+    """The deltas of all prompts, submitted together and counted into ``answer``.
+
+    Raises:
+        Fault: 409, a request with this id is running.
+    """
+    with state.claim(answer.request_id):
+        # Clients' ids hold no spaces: no other request's is one of these.
+        ids = [answer.id if len(prompts) == 1 else f"{answer.id} {index}" for index in range(len(prompts))]
+        streams = [state.stream(prompt, params, one) for prompt, one in zip(prompts, ids, strict=True)]
+        async with aclosing(merged(streams)) as deltas:
+            async for index, delta in deltas:
+                answer.count(index, delta)
+                yield index, delta
 
 
 async def answer_whole(
@@ -146,4 +152,4 @@ async def answer_streaming(
     except BaseException:  # also when cancelled: the engine must not go on for nobody
         await chunks.aclose()
         raise
-    return EventStream(first, chunks, deadline)
+    return EventStream(first, chunks, deadline, state_of(request).metrics.count)

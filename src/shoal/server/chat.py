@@ -20,8 +20,9 @@ from shoal.server.answer import (
     deltas_of,
     new_answer,
 )
+from shoal.server.body import read_body
 from shoal.server.logprobs import chat_logprobs
-from shoal.server.schemas import ChatRequest, read_body
+from shoal.server.schemas import ChatRequest
 from shoal.server.state import state_of
 from shoal.server.waiting import Deadline
 
@@ -53,8 +54,8 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state = state_of(request)
     deadline = Deadline(state.settings.request_timeout_s)
-    body, unknown = await read_body(request, ChatRequest)
-    state.warn_ignored(unknown)
+    body = await read_body(request, ChatRequest)
+    deadline.shorten(body.timeout)
     model = state.model_name(body.model)
     messages = text_messages(body.messages)
     params = body.sampling_params()
@@ -66,7 +67,7 @@ async def create_chat_completion(request: Request) -> Response:
         **_template_arguments(body.chat_template_kwargs or {}),
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    answer = new_answer("chatcmpl", kind, model, body.n)
+    answer = new_answer(request, "chatcmpl", kind, model, body.n)
     deltas = deltas_of(state, [prompt], params, answer)
     if body.stream:
         return await answer_streaming(request, _chunks(body, answer, deltas), deadline)

@@ -20,28 +20,35 @@ from shoal.server.answer import (
     deltas_of,
     new_answer,
 )
+from shoal.server.body import read_body
 from shoal.server.logprobs import completion_logprobs
-from shoal.server.schemas import CompletionRequest, read_body
+from shoal.server.schemas import CompletionRequest
 from shoal.server.state import state_of
 from shoal.server.waiting import Deadline
 
 __all__ = ["create_completion", "split_prompts"]
 
 _MOST_PROMPTS = 2048  # OpenAI's limit
+_MOST_CHOICES = 2048  # prompts times n
 
 
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts, as text or as token ids."""
     state = state_of(request)
     deadline = Deadline(state.settings.request_timeout_s)
-    body, unknown = await read_body(request, CompletionRequest)
-    state.warn_ignored(unknown)
+    body = await read_body(request, CompletionRequest)
+    deadline.shorten(body.timeout)
     model = state.model_name(body.model)
     prompts = split_prompts(body.prompt)
+    if len(prompts) * body.n > _MOST_CHOICES:
+        raise RequestError(
+            f"n: at most {_MOST_CHOICES} choices in one request, got {len(prompts)} prompts times {body.n}",
+            field="n",
+        )
     echoes = _echoes(prompts, body.echo)
     params = body.sampling_params()
     state.serving()
-    answer = new_answer("cmpl", "text_completion", model, body.n)
+    answer = new_answer(request, "cmpl", "text_completion", model, body.n)
     deltas = deltas_of(state, prompts, params, answer)
     if body.stream:
         return await answer_streaming(request, _chunks(body, answer, deltas, echoes), deadline)

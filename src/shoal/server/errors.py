@@ -4,18 +4,21 @@
 |---|---|
 | 400 | bad input; ``param`` names the field |
 | 401 | the API key is missing or wrong |
+| 403 | a web page of another origin asks |
 | 404, 405 | no such path or model; a method the path does not have |
-| 429 | the waiting queue is full; ``Retry-After`` in seconds |
+| 408, 413 | the body came too slowly; it is larger than ``--max-body-bytes`` |
+| 409 | a request with the same ``X-Request-Id`` is running |
+| 429 | the waiting queue is full; ``Retry-After`` in seconds, from how fast it has moved |
 | 500 | the request failed while running |
-| 503 | loading, draining, or the engine has given up |
-| 504 | ``--request-timeout`` passed |
+| 503 | loading, draining, too many connections, or the engine has given up |
+| 504 | the request's ``timeout``, or ``--request-timeout``, passed |
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -37,6 +40,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("shoal.server")
+
+_MOST_CHARACTERS = 1000  # of a message: some repeat what the client sent
 
 
 class ClientGone(Exception):
@@ -67,11 +72,16 @@ class Fault(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= _MOST_CHARACTERS else f"{message[:_MOST_CHARACTERS]}…"
         self.kind = kind
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    @property
+    def reason(self) -> str:
+        """A word for counters."""
+        return self.code or "invalid_request"
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -120,15 +130,21 @@ def _http_fault(request: Request, error: HTTPException) -> Fault:
     return Fault(error.status_code, str(error.detail), headers=error.headers)
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
-        return Response(status_code=499)  # nginx's number for it; seen by the access log alone
-    if isinstance(error, HTTPException):
-        return fault_response(_http_fault(request, error))
-    return fault_response(fault_of(error))
+def install_handlers(app: FastAPI, count: Callable[[str], None]) -> None:
+    """Answer the expected exceptions of ``app`` with OpenAI's body. (The rest is ``Boundary``'s.)
 
+    Args:
+        app: gets the handlers.
+        count: called with the reason of each answer, and ``client_gone``.
+    """
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every exception of ``app`` with OpenAI's body."""
-    for kind in (ClientGone, Fault, ShoalError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
+    async def answer_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            count("client_gone")
+            return Response(status_code=499)  # nginx's number for it; seen by the access log alone
+        fault = _http_fault(request, error) if isinstance(error, HTTPException) else fault_of(error)
+        count(fault.reason)
+        return fault_response(fault)
+
+    for kind in (ClientGone, Fault, ShoalError, HTTPException):
+        app.add_exception_handler(kind, answer_error)

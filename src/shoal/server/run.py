@@ -14,26 +14,40 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from shoal.engine.protocol import Frontend
-from shoal.errors import ConfigError, EngineError
+from shoal.errors import ConfigError, EngineDeadError, EngineError
 from shoal.server.app import create_app
+from shoal.server.connections import allow_descriptors, limited
 from shoal.server.settings import ServerSettings
 from shoal.server.state import ServerState
 from shoal.server.waiting import cancelled
 
-__all__ = ["bind", "serve"]
+__all__ = ["bind", "http_config", "serve"]
 
 _log = logging.getLogger("shoal.server")
 
 _LAST_BYTES_TIMEOUT_S = 5  # for answers still being sent when the engine has stopped
-_BACKLOG = 2048
+_KEEP_ALIVE_S = 30  # longer than clients' pools keep a connection, which find it closed otherwise
+_BACKLOG = 2048  # connections that may wait to be taken
+_TAKEN_AT_ONCE = 8
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the first signal must drain the engine before HTTP stops."""
+    """uvicorn without its signal handlers: the first signal must drain the engine before HTTP stops.
+
+    asyncio takes as many connections at a time as it lets wait. Hundreds at a time are hundreds of requests
+    read and begun in a row, and nobody else is answered meanwhile: few are taken, and many may wait.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -72,6 +86,23 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def http_config(app: FastAPI, protocol: type[asyncio.Protocol], settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn serves ``app``."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        log_config=None,
+        access_log=settings.access_log,
+        lifespan="off",
+        proxy_headers=False,
+        server_header=False,
+        backlog=_TAKEN_AT_ONCE,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
+    )
+
+
 async def serve(settings: ServerSettings, start_frontend: Callable[[], Awaitable[Frontend]]) -> bool:
     """Serve until a signal comes.
 
@@ -85,22 +116,14 @@ async def serve(settings: ServerSettings, start_frontend: Callable[[], Awaitable
 
     Raises:
         ConfigError, EngineError: as :func:`bind`; and whatever ``start_frontend`` raises.
+        EngineDeadError: the engine gave up while it served.
     """
     listener = bind(settings.host, settings.port)
     url = _url(listener)
     _log.info("listening on %s, loading %s", url, settings.model)
     app = create_app(None, settings)
     state: ServerState = app.state.shoal
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=settings.access_log,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT_S,
-        )
-    )
+    server = _Server(http_config(app, limited(allow_descriptors(settings.max_connections)), settings))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         with _stop_signals() as stop:
@@ -129,7 +152,7 @@ async def _load_and_serve(
         frontend = loading.result()
         state.attach(frontend)
         _log.info("ready: %s at %s/v1", ", ".join(state.settings.names), url)
-        await asyncio.wait({stopping, http}, return_when=asyncio.FIRST_COMPLETED)
+        await _stopped(frontend, {stopping, http}, state.settings.keep_alive_on_failure)
         state.drain()
         timeout_s = state.settings.shutdown_timeout_s
         _log.info(
@@ -139,6 +162,27 @@ async def _load_and_serve(
     finally:
         state.drain()
         await cancelled(loading, stopping)
+
+
+async def _stopped(frontend: Frontend, stops: set[asyncio.Task[Any]], keep_alive: bool) -> None:
+    """Wait for one of ``stops``.
+
+    Args:
+        keep_alive: stay, with ``/health`` at 503, when the engine gives up.
+
+    Raises:
+        EngineDeadError: the engine gave up.
+    """
+    dying = asyncio.create_task(frontend.died())
+    try:
+        await asyncio.wait({*stops, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            if not keep_alive:
+                raise EngineDeadError(dying.result())
+            _log.error("%s; staying, but serving nothing (keep_alive_on_failure)", dying.result())
+            await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancelled(dying)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
 
@@ -21,9 +21,12 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()  # what clients may call it; the first is the default
     host: str = "127.0.0.1"
     port: int = 8000  # 0 lets the system choose
-    api_key: str | None = None  # None: no key is asked for
+    api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
     shutdown_timeout_s: float = 30.0  # for running requests after the first signal
+    max_connections: int = 1024  # beyond which only /health and its like are answered
+    max_body_bytes: int = 16 << 20  # of a request
+    keep_alive_on_failure: bool = False  # once the engine gave up: stay, with /health at 503
     access_log: bool = False
 
     def __post_init__(self) -> None:
@@ -37,6 +40,8 @@ class ServerSettings:
             "must be at least 0 seconds",
             self.shutdown_timeout_s,
         )
+        self._check(self.max_connections >= 1, "max_connections", "must be at least 1", self.max_connections)
+        self._check(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1", self.max_body_bytes)
         self._check(all(self.served_model_names), "served_model_name", "must not be empty", "")
 
     @staticmethod

@@ -5,14 +5,14 @@ Knows no engine: it sends an iterator of JSON-ready objects and closes it when t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shoal.server.errors import error_body, fault_of
+from shoal.server.errors import Fault, error_body, fault_of
 from shoal.server.waiting import Deadline, cancelled, until_disconnected
 
 __all__ = ["DONE", "EventStream", "event"]
@@ -35,16 +35,24 @@ class EventStream(Response):
         first: the first chunk, a JSON-ready object.
         chunks: those that follow; closed in every case.
         deadline: when to give up.
+        count: called with the reason of an error that is sent, and ``client_gone``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, chunks: AsyncGenerator[Any, None], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        first: Any,
+        chunks: AsyncGenerator[Any, None],
+        deadline: Deadline,
+        count: Callable[[str], None],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
         self._deadline = deadline
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
@@ -56,7 +64,9 @@ class EventStream(Response):
             elif not leaving.done():
                 await cancelled(sending)  # a send waits before it writes, so events stay whole
                 await self._chunks.aclose()  # before the last event: a client that reads nothing blocks it
-                await self._end(send, error_body(self._deadline.fault()))
+                await self._end(send, self._told(self._deadline.fault()))
+            else:
+                self._count("client_gone")
         finally:
             await cancelled(sending, leaving)
             await self._chunks.aclose()
@@ -69,8 +79,12 @@ class EventStream(Response):
             async for chunk in self._chunks:
                 await self._send(send, event(chunk))
         except Exception as failure:  # the status is sent: this is the only way left to tell the client
-            error = error_body(fault_of(failure))
+            error = self._told(fault_of(failure))
         await self._end(send, error)
+
+    def _told(self, fault: Fault) -> dict[str, Any]:
+        self._count(fault.reason)
+        return error_body(fault)
 
     async def _send(self, send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 from starlette.requests import Request
 
@@ -22,6 +23,7 @@ __all__ = ["ServerState", "state_of"]
 _log = logging.getLogger("shoal.server")
 
 _MOST_NAMES_REMEMBERED = 100
+_MOST_UNREAD = 1024  # deltas of one request, behind what the kernel and the socket's buffer hold
 
 
 class ServerState:
@@ -39,6 +41,7 @@ class ServerState:
         self.created = int(time.time())
         self.metrics = ServerMetrics(settings.names[0], self._read_stats)
         self._names_warned: set[str] = set()
+        self._running_ids: set[str] = set()
 
     def attach(self, frontend: Frontend) -> None:
         """The engine has loaded."""
@@ -63,6 +66,7 @@ class ServerState:
 
         Raises:
             Fault: 503 while loading or draining, and after the engine gave up.
+            QueueFullError: it would be refused, so that its prompt need not be looked at.
         """
         if self.draining:
             raise _unavailable("the server is shutting down", "draining")
@@ -70,7 +74,24 @@ class ServerState:
             raise _unavailable("the model is still loading", "loading", retry_after_s=5)
         if not self.frontend.is_alive:
             raise _unavailable("the engine has stopped after a failure", "engine_dead")
+        self.frontend.require_room()
         return self.frontend
+
+    @contextlib.contextmanager
+    def claim(self, request_id: str) -> Iterator[None]:
+        """Hold a request's id while it runs.
+
+        Raises:
+            Fault: 409, another one that runs has it.
+        """
+        if request_id in self._running_ids:
+            message = f"X-Request-Id: {request_id!r} is the id of a request that is still running"
+            raise Fault(409, message, code="duplicate_request_id")
+        self._running_ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._running_ids.remove(request_id)
 
     def model_name(self, requested: str | None) -> str:
         """The name to answer with.
@@ -89,20 +110,23 @@ class ServerState:
     async def stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestDelta, None]:
-        """The engine's deltas, timed; a failed or aborted branch is raised. Closing aborts.
+        """The engine's deltas, timed. Closing aborts. A branch that fails while others of the request go
+        on shows it in its finish reason alone.
 
         Raises:
-            EngineError: a branch failed.
+            EngineError: every branch failed, or the reader left too much unread.
             Fault: 503, the engine aborted the request.
         """
         finished = False
+        num_failed = 0
         timer = self.metrics.timer()
-        deltas = self.serving().stream(prompt, params, request_id)
+        deltas = self.serving().stream(prompt, params, request_id, max_unread=_MOST_UNREAD)
         try:
             async for delta in deltas:
                 for output in delta.outputs:
                     timer.tokens(output.index, len(output.token_ids))
-                    if output.finish_reason == "error":
+                    num_failed += output.finish_reason == "error"
+                    if num_failed == params.n:
                         raise EngineError(output.error or "the request failed")
                     if output.finish_reason == "abort":
                         raise _unavailable("the request was aborted: the server is shutting down", "aborted")

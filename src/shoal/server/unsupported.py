@@ -49,7 +49,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "suffix": ("inserting before a suffix is not supported", ("",)),
     "prompt_embeds": ("only text and token ids are supported", _OFF),
     "prompt_logprobs": ("logprobs of the prompt are not supported", _OFF),
-    "use_beam_search": ("beam search is not supported", _OFF),
     "bad_words": ("not supported; use logit_bias", _OFF),
     "allowed_token_ids": ("not supported; use logit_bias", ()),
     "logits_processors": ("custom processors are not supported", _OFF),

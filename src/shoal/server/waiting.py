@@ -16,24 +16,32 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """When a request must be complete.
+    """When a request must be complete, counted from when it came.
 
     Args:
-        timeout_s: seconds from now; None means never.
+        timeout_s: the server's own limit in seconds; None means never.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
-        self._ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        self._whose = "the server's limit"
+        self._began = asyncio.get_running_loop().time()
+
+    def shorten(self, timeout_s: float | None) -> None:
+        """Take the client's own limit, if it has one and that is shorter."""
+        if timeout_s is not None and (self._timeout_s is None or timeout_s < self._timeout_s):
+            self._timeout_s, self._whose = timeout_s, "its timeout"
 
     async def wait_first(self, *tasks: asyncio.Future[Any]) -> None:
         """Return when one of ``tasks`` is done, or at the deadline."""
-        left = None if self._ends is None else max(0.0, self._ends - asyncio.get_running_loop().time())
+        left = None
+        if self._timeout_s is not None:
+            left = max(0.0, self._began + self._timeout_s - asyncio.get_running_loop().time())
         await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def fault(self) -> Fault:
         """What the client is told once the deadline has passed."""
-        message = f"the request took longer than the server's limit of {self._timeout_s:g} seconds"
+        message = f"the request took longer than {self._whose} of {self._timeout_s:g} seconds"
         return Fault(504, message, kind="server_error", code="request_timeout")
 
 

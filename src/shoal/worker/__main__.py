@@ -20,7 +20,7 @@ def main() -> None:
     from shoal.worker.channel import Channel
     from shoal.worker.serve import serve
 
-    serve(Channel(socket.socket(fileno=channel_fd)), on_ready=settle)
+    serve(Channel(socket.socket(fileno=channel_fd)), on_ready=settle, may_pin=True)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,17 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shoal.checkpoint.progress import Report
 from shoal.comm.torch_dist import open_store, use_loopback
-from shoal.errors import EngineError, RankError, ShoalError
+from shoal.errors import EngineError, RankError
 from shoal.messages import (
     AllocateKV,
-    Message,
+    Encode,
+    Ping,
     RankReady,
     RankReport,
     Shutdown,
@@ -28,6 +29,8 @@ from shoal.messages import (
 )
 from shoal.process.child import Child, spawn
 from shoal.worker.channel import Channel
+from shoal.worker.failures import inline_errors
+from shoal.worker.pulse import Pulse
 from shoal.worker.rank import RankWorker
 from shoal.worker.replies import Answer, gather_replies
 
@@ -37,11 +40,15 @@ __all__ = [
     "Load",
     "ProcessExecutor",
     "RankProcess",
-    "inline_errors",
     "make_starts",
 ]
 
 _SHUTDOWN_S = 10.0
+
+# A step that a socket cannot hold is not sent before the last one is answered: its ranks may be about to send
+# as much, and then neither end would read.
+_MOST_AHEAD_BYTES = 1 << 16
+_PING_S = 1.0  # to hand one over: there is room for it, unless a rank has taken nothing in for long
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,16 @@ class Load:
     world_size: int
     load_timeout_s: float
     step_timeout_s: float
+
+    def serving(self, pages: AllocateKV) -> Load:
+        """The same for ranks that need not find out what the first ones have: how many KV blocks they can
+        keep, and how long a step may take.
+        """
+        return replace(
+            self,
+            config={**self.config, "num_gpu_blocks_override": pages.num_blocks or None},
+            step_timeout_s=pages.step_timeout_s or self.step_timeout_s,
+        )
 
 
 class Executor(Protocol):
@@ -72,8 +89,24 @@ class Executor(Protocol):
         """Have every rank make its KV pages and warm up; answers in rank order."""
         ...
 
-    def execute(self, step: Step) -> StepResult:
-        """Run one step on every rank; the sampling rank's result.
+    def reload(self) -> None:
+        """After a failure: start all ranks anew, with the same pages.
+
+        Raises:
+            ShoalError: they do not start.
+        """
+        ...
+
+    def submit(self, step: Step | Encode) -> None:
+        """Hand a step to every rank. Several may be on their way; ranks take them in order.
+
+        Raises:
+            RankError: a rank takes nothing in. One that is gone is :meth:`collect`'s to tell.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was not collected yet; the sampling rank's result.
 
         Raises:
             RankError: a rank raised, died, or did not answer within the step timeout.
@@ -81,15 +114,29 @@ class Executor(Protocol):
         ...
 
     @property
+    def computes_apart(self) -> bool:
+        """Whether ranks compute while the caller does something else: who submits early gains time."""
+        ...
+
+    @property
     def is_interruptible(self) -> bool:
-        """Whether a Ctrl-C in the middle of :meth:`execute` leaves the ranks as good as before."""
+        """Whether a Ctrl-C in the middle of :meth:`collect` leaves the ranks as good as before."""
+        ...
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether the ranks are ours to :meth:`reload`."""
+        ...
+
+    def interrupt(self) -> None:
+        """From another thread: have a :meth:`reload` under way fail soon, as far as that can be done."""
         ...
 
     def check(self) -> None:
-        """Between steps: whether the ranks are still there, as far as that can be seen without asking.
+        """Between steps, a few times a second: whether the ranks are still there, and answer.
 
         Raises:
-            RankError: one is not.
+            RankError: one is not, or has not answered for about the step timeout.
         """
         ...
 
@@ -98,8 +145,8 @@ class Executor(Protocol):
         ...
 
 
-def make_starts(load: Load, rendezvous: str) -> list[Start]:
-    """The first message of each rank."""
+def make_starts(load: Load, rendezvous: str, generation: int = 0) -> list[Start]:
+    """The first message of each rank; ``generation`` counts the groups that there were before."""
     return [
         Start(
             rank=rank,
@@ -108,34 +155,24 @@ def make_starts(load: Load, rendezvous: str) -> list[Start]:
             model_path=load.model_path,
             plan=load.plan,
             rendezvous=rendezvous,
+            generation=generation,
         )
         for rank in range(load.world_size)
     ]
 
 
-@contextlib.contextmanager
-def inline_errors(rank: int, what: str) -> Iterator[None]:
-    """For a rank in this process: what its model's code raises is a rank's failure, as from a process.
-
-    Raises:
-        RankError: anything but an error of ours was raised inside.
-    """
-    try:
-        yield
-    except ShoalError:
-        raise
-    except Exception as error:  # the edge of a rank: model code, torch and numpy raise whatever they like
-        raise RankError(f"rank {rank}: {what}: {type(error).__name__}: {error}", rank) from error
-
-
 class InlineExecutor:
     """The only rank, in this process."""
 
-    is_interruptible = True  # a rank keeps nothing between steps
+    computes_apart = False
+    is_interruptible = True  # a rank keeps nothing that the next step does not bring
+    is_replaceable = True
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._worker: RankWorker | None = None
+        self._pages: AllocateKV | None = None
+        self._submitted: deque[Step | Encode] = deque()
 
     def load(self, report: Report) -> list[RankReport]:
         self._worker = RankWorker()
@@ -144,16 +181,38 @@ class InlineExecutor:
 
     def allocate(self, message: AllocateKV) -> list[RankReady]:
         with inline_errors(0, f"making {message.num_blocks} KV blocks"):
-            return [self._running().allocate(message)]
+            ready = [self._running().allocate(message)]
+        self._load, self._pages = self._load.serving(message), message
+        return ready
 
-    def execute(self, step: Step) -> StepResult:
-        with inline_errors(0, f"step {step.step_id}"):
-            return self._running().execute(step)
+    def reload(self) -> None:
+        assert self._pages is not None, "allocate comes first"
+        self.shutdown()
+        self.load(lambda done, total: None)
+        self.allocate(self._pages)
+
+    def submit(self, step: Step | Encode) -> None:
+        self._running()
+        self._submitted.append(step)
+
+    def collect(self) -> StepResult:
+        """Compute the step, on this thread."""
+        step = self._submitted.popleft()
+        try:
+            with inline_errors(0, f"step {step.step_id}"):
+                return self._running().execute(step)
+        except BaseException:
+            self._submitted.clear()
+            raise
 
     def check(self) -> None:
         """This process is the rank."""
 
+    def interrupt(self) -> None:
+        """A thread that loads goes on to its end."""
+
     def shutdown(self) -> None:
+        self._submitted.clear()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -182,11 +241,19 @@ def _spawn(channel_fd: int, life_fd: int) -> subprocess.Popen[bytes]:
 class ProcessExecutor:
     """Every rank in a process of its own on this host."""
 
+    computes_apart = True
     is_interruptible = False  # answers that nobody took would be taken for the next step's
+    is_replaceable = True
 
     def __init__(self, load: Load) -> None:
         self._load = load
+        self._pages: AllocateKV | None = None
+        self._generation = 0
+        self._is_ending = False
         self._ranks: list[RankProcess] = []
+        self._pulse = Pulse(load.step_timeout_s)
+        self._num_submitted = 0  # steps not collected
+        self._held: deque[bytes] = deque()  # the last of them, not sent
         self._store: Any = None
         self._owner = os.getpid()
 
@@ -197,7 +264,11 @@ class ProcessExecutor:
                 self._store, rendezvous = open_store()
             for rank in range(self._load.world_size):
                 self._ranks.append(RankProcess(rank))
-            for start, process in zip(make_starts(self._load, rendezvous), self._ranks, strict=True):
+            if self._is_ending:  # looked at once they are in the list, where interrupt() finds them
+                raise EngineError("the executor is shutting down")
+            starts = make_starts(self._load, rendezvous, self._generation)
+            self._generation += 1
+            for start, process in zip(starts, self._ranks, strict=True):
                 self._send(process, encode(start), self._load.load_timeout_s)
             return self._collect(RankReport, self._load.load_timeout_s, report)
         except BaseException:
@@ -205,17 +276,45 @@ class ProcessExecutor:
             raise
 
     def allocate(self, message: AllocateKV) -> list[RankReady]:
-        return self._ask(message, RankReady, self._load.load_timeout_s)
+        self._post(encode(message), self._load.load_timeout_s)
+        ready = self._collect(RankReady, self._load.load_timeout_s)
+        self._load, self._pages = self._load.serving(message), message
+        self._pulse = Pulse(self._load.step_timeout_s)
+        return ready
 
-    def execute(self, step: Step) -> StepResult:
-        return self._ask(step, StepResult, self._load.step_timeout_s)[0]
+    def reload(self) -> None:
+        assert self._pages is not None, "allocate comes first"
+        self.load(lambda done, total: None)
+        self.allocate(self._pages)
+
+    def submit(self, step: Step | Encode) -> None:
+        data = encode(step)
+        if self._held or (self._num_submitted and len(data) > _MOST_AHEAD_BYTES):
+            self._held.append(data)
+        else:
+            self._post(data, self._load.step_timeout_s)
+        self._num_submitted += 1
+
+    def collect(self) -> StepResult:
+        result = self._collect(StepResult, self._load.step_timeout_s)[0]
+        self._num_submitted -= 1
+        if self._held:
+            self._post(self._held.popleft(), self._load.step_timeout_s)
+        return result
 
     def check(self) -> None:
-        for rank in self._ranks:
-            if rank.process.poll() is not None:
-                obituary = self._obituary(rank.rank)
-                self._kill()
-                raise RankError(obituary, rank.rank)
+        if not self._ranks:
+            return
+        try:
+            self._pulse.look(self._channels(), lambda: self._post(encode(Ping()), _PING_S), self._obituary)
+        except BaseException:
+            self._kill()
+            raise
+
+    def interrupt(self) -> None:
+        self._is_ending = True
+        for rank in list(self._ranks):
+            rank.process.kill()
 
     def shutdown(self) -> None:
         if os.getpid() != self._owner:
@@ -229,32 +328,45 @@ class ProcessExecutor:
         self._ranks = []
         self._store = None
 
-    def _ask(self, message: Message, answer: type[Answer], timeout_s: float) -> list[Answer]:
-        if not self._ranks:
-            raise EngineError("the executor is not running")
-        if os.getpid() != self._owner:
-            raise EngineError("an engine serves the process that made it, not a fork of it")
-        data = encode(message)
+    def _post(self, data: bytes, timeout_s: float) -> None:
+        """Send one message to all ranks."""
+        self._require_running()
         try:
             for rank in self._ranks:
                 self._send(rank, data, timeout_s)
-            return self._collect(answer, timeout_s, None)
         except BaseException:
-            # The others may wait in a collective for one that will not come; the group is lost.
             self._kill()
             raise
 
     def _send(self, rank: RankProcess, data: bytes, timeout_s: float) -> None:
         try:
-            rank.channel.send_bytes(data, timeout_s)
+            # If it is gone, its last words are read with the answers, and say more.
+            with contextlib.suppress(ConnectionError):
+                rank.channel.send_bytes(data, timeout_s)
         except TimeoutError as error:
             raise RankError(f"rank {rank.rank} took nothing in for {timeout_s:g} s", rank.rank) from error
-        except OSError as error:
-            raise RankError(self._obituary(rank.rank), rank.rank) from error
 
-    def _collect(self, answer: type[Answer], timeout_s: float, report: Report | None) -> list[Answer]:
-        channels = {rank.rank: rank.channel for rank in self._ranks}
-        return gather_replies(channels, answer, timeout_s, self._obituary, report)
+    def _collect(self, answer: type[Answer], timeout_s: float, report: Report | None = None) -> list[Answer]:
+        """One answer of each rank; without, the group is lost: the others may wait in a collective for one
+        that will not come.
+        """
+        self._require_running()
+        try:
+            answers = gather_replies(self._channels(), answer, timeout_s, self._obituary, report)
+        except BaseException:
+            self._kill()
+            raise
+        self._pulse.felt()
+        return answers
+
+    def _channels(self) -> dict[int, Channel]:
+        return {rank.rank: rank.channel for rank in self._ranks}
+
+    def _require_running(self) -> None:
+        if not self._ranks:
+            raise EngineError("the executor is not running")
+        if os.getpid() != self._owner:
+            raise EngineError("an engine serves the process that made it, not a fork of it")
 
     def _obituary(self, rank: int) -> str:
         return f"rank {rank} {self._ranks[rank].obituary()}"
@@ -264,5 +376,7 @@ class ProcessExecutor:
             rank.process.kill()
         for rank in self._ranks:
             rank.stop(time.monotonic())
+        self._num_submitted = 0
+        self._held.clear()
         self._ranks = []
         self._store = None

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from shoal.attention.base import AttentionBatch, DecodeGroup, Prefill
-from shoal.messages import SequenceStep, Step
-from shoal.model.base import Ragged, Row
+from shoal.messages import PLACEHOLDER_ID, SequenceStep, Step
+from shoal.model.base import Ragged, Row, Source
 
 __all__ = ["build_batch"]
 
@@ -24,8 +24,13 @@ _Ints = npt.NDArray[np.int64]
 _ID_BYTES = np.dtype(np.int32).itemsize
 
 
-def build_batch(step: Step, block_size: int, device: torch.device) -> tuple[Ragged, list[SequenceStep]]:
+def build_batch(
+    step: Step, block_size: int, device: torch.device, awaited: Sequence[int] = ()
+) -> tuple[Ragged, list[SequenceStep]]:
     """The batch of a step.
+
+    Args:
+        awaited: what the step's placeholders stand for, sequence by sequence.
 
     Returns:
         the batch, laid out for paged attention, and the sequences whose next token is sampled, in the order
@@ -33,6 +38,8 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> tuple[Ragg
     """
     ordered = sorted(step.sequences, key=_brings_many)
     ids = _ints([s.token_ids for s in ordered])
+    if awaited:
+        ids[ids == PLACEHOLDER_ID] = awaited  # sequences with one token keep their order
     blocks = _ints([s.block_ids for s in ordered])
     starts = np.array([s.start for s in ordered], dtype=np.int64)
     counts = _counts([s.token_ids for s in ordered])
@@ -41,7 +48,15 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> tuple[Ragg
     positions = np.arange(len(ids)) + np.repeat(starts - firsts, counts)
     slots = _slots(positions, np.repeat(first_blocks, counts), blocks, block_size)
     block_ids = _tensor(blocks, device)
-    rows = _Rows(block_ids, *(ints.tolist() for ints in (firsts, counts, starts, first_blocks, block_counts)))
+    rows = _Rows(
+        block_ids,
+        firsts.tolist(),
+        counts.tolist(),
+        starts.tolist(),
+        first_blocks.tolist(),
+        block_counts.tolist(),
+        [s.slot for s in ordered],
+    )
     is_sampled = np.array([s.sampling is not None for s in ordered], dtype=bool)
     num_single = int(np.count_nonzero(counts == 1))
     slots_of = _tensor(slots, device)
@@ -57,8 +72,14 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> tuple[Ragg
             _decode_group(blocks, block_counts[:num_single], starts[:num_single] + 1, device),
             [Prefill(r.first, r.first + r.count, r.block_ids, r.length) for r in rows[num_single:]],
         ),
+        sources=[_source(s, device) for s in ordered if s.num_encoder],
     )
     return batch, [s for s in ordered if s.sampling is not None]
+
+
+def _source(sequence: SequenceStep, device: torch.device) -> Source:
+    ids = _tensor(_ints([sequence.encoder_ids]), device) if sequence.encoder_ids else None
+    return Source(sequence.num_encoder, _tensor(_ints([sequence.cross_block_ids]), device), ids)
 
 
 def _brings_many(sequence: SequenceStep) -> bool:
@@ -95,6 +116,7 @@ class _Rows(Sequence[Row]):
     starts: list[int]
     first_blocks: list[int]
     block_counts: list[int]
+    state_slots: list[int]
 
     def __len__(self) -> int:
         return len(self.firsts)
@@ -110,7 +132,8 @@ class _Rows(Sequence[Row]):
             return [self[i] for i in range(*index.indices(len(self)))]
         first = self.first_blocks[index]
         block_ids = self.block_ids[first : first + self.block_counts[index]]
-        return Row(self.firsts[index], self.counts[index], self.starts[index], block_ids)
+        slot = self.state_slots[index]
+        return Row(self.firsts[index], self.counts[index], self.starts[index], block_ids, slot)
 
 
 def _ints(parts: Sequence[bytes]) -> _Ints:

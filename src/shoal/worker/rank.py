@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shoal.attention.base import PagedKernel
+from shoal.attention.base import KVShape, PagedKernel
 from shoal.attention.kernels import KernelMaker
 from shoal.attention.pages import allocate
 from shoal.attention.resolve import resolve as resolve_attention
@@ -26,9 +28,11 @@ from shoal.config import EngineConfig, make_config
 from shoal.device.base import Device, resolve_device, resolve_dtype, threads_per_rank
 from shoal.device.memory import process_private_bytes
 from shoal.device.peak import reset_peak, trim_heap, used_since
+from shoal.device.pinning import pin_thread, rank_cores
 from shoal.errors import EngineError, UnsupportedError
 from shoal.messages import (
     AllocateKV,
+    Encode,
     RankReady,
     RankReport,
     SamplingSpec,
@@ -38,23 +42,38 @@ from shoal.messages import (
     StepResult,
     pack_ids,
 )
-from shoal.model.base import ServedModel
-from shoal.model.build import build_empty, causal_class, load_config, model_length
+from shoal.model.base import KeepsState, ServedModel
+from shoal.model.build import build_empty, load_config, model_length, vocabulary_size
 from shoal.model.choose import Chosen, Fuse, Pack, serve_causal
+from shoal.model.choose_encoder import ChosenEncoder, FuseEncoder, serve_encoder
+from shoal.model.choose_seq2seq import serve_seq2seq
+from shoal.model.encoder import EncoderModel
+from shoal.model.pooling import is_pooling, served_class
 from shoal.plan.slices import slices, zero_names
 from shoal.plan.types import Plan
 from shoal.shard.apply import shard
+from shoal.worker.encode import EncodeRunner
+from shoal.worker.faults import Faults
 from shoal.worker.runner import Runner
-from shoal.worker.sizing import kv_budget, step_growth_bytes
+from shoal.worker.sizing import kv_budget, step_cost
 
 __all__ = ["RankWorker", "weight_bytes"]
 
 _log = logging.getLogger("shoal.worker")
 _SAMPLING_RANK = 0
-_PAGED, _FUSED = "served the paged way", "served the fused way"
+_OUR_ATTENTION = ("served the paged way", "served the fused way", "served the packed way")
 
 # Of the step's time: ranks that wait in vain say so before the executor gives up, so it knows for whom.
-_COLLECTIVE_SHARE = 0.9
+_COLLECTIVE_SHARE = 0.8
+
+
+class _Deeper(NamedTuple):
+    """What puts CPU kernels in the place of a decoder's or an encoder's layers, and of what is left of its
+    modules; None where they are not wanted."""
+
+    fuse: Fuse | None = None
+    fuse_encoder: FuseEncoder | None = None
+    pack: Pack | None = None
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -71,29 +90,37 @@ class RankWorker:
 
     Args:
         comm: this rank's end of a group that exists already; None: join one as the start message says.
+        may_pin: whether the process is the rank's own, so that its threads may be kept to some cores.
     """
 
-    def __init__(self, comm: Comm | None = None) -> None:
+    def __init__(self, comm: Comm | None = None, may_pin: bool = False) -> None:
         self._rank = 0
         self._device: Device | None = None
         self._dtype = torch.float32
         self._comm = comm
         self._model: ServedModel | None = None
+        self._encoder: EncoderModel | None = None  # in its place, where nothing is generated
         self._runner: Runner | None = None
+        self._encode_runner: EncodeRunner | None = None
         self._private_before = 0
         self._step_timeout_s = 0.0
+        self._faults = Faults([])
         self._torch_threads = 0  # to be given back; 0: none were taken
+        self._may_pin = may_pin
+        self._cores: list[int] | None = None  # that this rank keeps to, one a thread
 
     def start(self, start: Start, report: Report | None = None) -> RankReport:
         """Build and load this rank's part of the model, and measure it."""
         started = time.perf_counter()
         config = make_config(**start.config)
         self._rank = start.rank
-        self._step_timeout_s = config.step_timeout
+        self._step_timeout_s = config.least_step_timeout_s
+        self._faults = Faults.of_rank(start.rank)
         device = self._use_device(config, start)
         path = Path(start.model_path)
         hf_config = load_config(path, config.trust_remote_code)
-        model_class = causal_class(hf_config, path, config.trust_remote_code)
+        pools = is_pooling(hf_config, path, config.runner)
+        model_class = served_class(hf_config, path, config.trust_remote_code, config.runner)
         dtype = resolve_dtype(config.dtype, device, hf_config.dtype)
         self._dtype = getattr(torch, dtype.name)
         comm = self._comm = self._comm or self._join(config, start, device)
@@ -102,51 +129,62 @@ class RankWorker:
         parts, zeros = slices(plan, module, start.rank), zero_names(plan, module, start.rank)
         shard(module, plan, start.rank, comm)
         kernel_name, kernel = self._choose_kernel(config, device)  # a compiler's memory is no weight's
-        fuse, pack = self._deeper(kernel, config)
+        deeper = self._deeper(kernel, config)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         with CheckpointReader(path) as reader:
             loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report, zeros)
         load_peak = used_since("cpu", peak_before)
-        chosen = self._serve(module, kernel, fuse, pack)
+        chosen = (
+            self._serve_encoder(module, kernel, deeper)
+            if pools
+            else self._serve(module, kernel, deeper, config)
+        )
         if config.quantization is not None and not chosen.packed_bytes:
             raise UnsupportedError(
                 f"quantization: nothing can be held in {config.quantization}: {'; '.join(chosen.notes)}",
                 field="quantization",
             )
         length = min(config.max_model_len or 1 << 30, model_length(hf_config) or 1 << 30)
-        budget = self._budget(
-            config, device, start.world_size, hf_config.get_text_config().vocab_size, length
-        )
+        budget, step_s = self._budget(config, device, start.world_size, vocabulary_size(hf_config), length)
         return RankReport(
             rank=start.rank,
             weight_bytes=weight_bytes(module) + chosen.packed_bytes,
             bytes_read=loaded.bytes_read,
             load_s=time.perf_counter() - started,
-            kv_bytes_per_token=sum(s.bytes_per_token(self._dtype.itemsize) for s in self._model_().kv_shapes),
+            kv_bytes_per_token=sum(s.bytes_per_token(self._dtype.itemsize) for s in self._kv_shapes),
             kv_budget_bytes=budget,
+            step_s=step_s,
             private_growth_bytes=process_private_bytes() - self._private_before,
             peak_growth_bytes=load_peak,
-            attention=kernel_name if chosen.notes[-1] in (_PAGED, _FUSED) else "the model's own",
+            attention=kernel_name if chosen.notes[-1] in _OUR_ATTENTION else "the model's own",
             dtype=dtype.name,
+            way="encoder" if self._model is None else self._model.way,
+            state_bytes=self._model.state_bytes if isinstance(self._model, KeepsState) else 0,
             notes=(dtype.reason, *chosen.notes),
         )
 
     def allocate(self, message: AllocateKV) -> RankReady:
-        """Make the KV pages and run a first step over them."""
+        """Make the KV pages, of an encoder none, and run a first step over them."""
+        self._step_timeout_s = message.step_timeout_s or self._step_timeout_s
+        if self._encoder is not None:
+            return self._open_encoder(self._encoder)
         model, device = self._model_(), self._device_()
         pages = allocate(
             model.kv_shapes, message.num_blocks, message.block_size, self._dtype, device.torch_device
         )
         model.use_pages(pages)
-        self._runner = Runner(
-            model, message.block_size, device.torch_device, samples=self._rank == _SAMPLING_RANK
-        )
-        self._runner.execute(_first_step(message))
-        if isinstance(self._comm, TimedComm):  # the others of the Protocol wait for nobody, or for threads
-            self._comm.set_timeout(self._step_timeout_s * _COLLECTIVE_SHARE)
+        if isinstance(model, KeepsState):
+            model.use_slots(message.num_slots)
+        comm = self._comm
+        assert comm is not None
+        self._runner = Runner(model, message.block_size, device.torch_device, comm, _SAMPLING_RANK)
+        self._runner.execute(_first_step(message, model.way == "seq2seq"))
+        self._set_timeout()
         trim_heap()
         kv_bytes = sum(p.keys.nbytes + p.values.nbytes for p in pages)
+        if isinstance(model, KeepsState):
+            kv_bytes += model.state_bytes * message.num_slots
         growth = process_private_bytes() - self._private_before
         return RankReady(
             rank=self._rank,
@@ -154,15 +192,20 @@ class RankWorker:
             private_growth_bytes=growth - (kv_bytes if device.kind == "cpu" else 0),
         )
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: Step | Encode) -> StepResult:
         """Run one step."""
-        if self._runner is None:
-            raise EngineError("a rank was sent a step before its KV pages")
+        if isinstance(step, Step):
+            self._faults.before(step)
+        if isinstance(step, Encode) and self._encode_runner is not None:
+            return self._encode_runner.execute(step)
+        if self._runner is None or isinstance(step, Encode):
+            raise EngineError("a rank was sent a step before its KV pages, or one that is not for its model")
         return self._runner.execute(step)
 
     def close(self) -> None:
         """Release the model, the pages and the group."""
-        self._model = self._runner = None
+        self._model = self._encoder = None
+        self._runner = self._encode_runner = None
         if self._torch_threads:
             torch.set_num_threads(self._torch_threads)
             self._torch_threads = 0
@@ -177,6 +220,11 @@ class RankWorker:
             torch.set_num_threads(config.num_threads)
         elif start.world_size > 1 and self._device.kind == "cpu":
             torch.set_num_threads(threads_per_rank(start.world_size))
+        if self._may_pin and config.cpu_pinning == "auto" and self._device.kind == "cpu":
+            threads = torch.get_num_threads()
+            self._cores = rank_cores(start.rank, start.world_size, threads, config.replica_index)
+        if self._cores is not None:
+            pin_thread(self._cores)  # before any library starts threads: they share these cores
         return self._device
 
     def _join(self, config: EngineConfig, start: Start, device: Device) -> Comm:
@@ -194,23 +242,54 @@ class RankWorker:
         )
 
     def _choose_kernel(self, config: EngineConfig, device: Device) -> tuple[str, PagedKernel]:
-        maker = KernelMaker(self._dtype, num_threads=torch.get_num_threads())
+        maker = KernelMaker(self._dtype, num_threads=torch.get_num_threads(), cores=self._cores)
         name = resolve_attention(config.attn_implementation, device, maker.problem).name
         return name, maker.make(name)
 
-    @torch.inference_mode()
-    def _serve(
-        self, module: PreTrainedModel, kernel: PagedKernel, fuse: Fuse | None, pack: Pack | None
-    ) -> Chosen:
-        chosen = serve_causal(module, kernel, self._device_().torch_device, fuse, pack)
-        self._model = chosen.model
-        if getattr(chosen.model, "computes_alone", False):
-            # Torch's threads would spin between its few small operations, on the cores of ours.
-            self._torch_threads = torch.get_num_threads()
-            torch.set_num_threads(1)
+    def _take_torch_threads(self) -> None:
+        """Torch's threads would spin between its few small operations, on the cores of ours."""
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def _open_encoder(self, encoder: EncoderModel) -> RankReady:
+        self._encode_runner = EncodeRunner(
+            encoder, self._device_().torch_device, answers=self._rank == _SAMPLING_RANK
+        )
+        self._encode_runner.warm_up()
+        self._set_timeout()
+        trim_heap()
+        growth = process_private_bytes() - self._private_before
+        return RankReady(rank=self._rank, kv_bytes=0, private_growth_bytes=growth)
+
+    def _set_timeout(self) -> None:
+        if isinstance(self._comm, TimedComm):  # the others of the Protocol wait for nobody, or for threads
+            self._comm.set_timeout(self._step_timeout_s * _COLLECTIVE_SHARE)
+
+    def _serve_encoder(self, module: PreTrainedModel, kernel: PagedKernel, deeper: _Deeper) -> ChosenEncoder:
+        chosen = serve_encoder(module, kernel, self._device_().torch_device, deeper.fuse_encoder, deeper.pack)
+        self._encoder = chosen.model
+        if chosen.computes_alone:
+            self._take_torch_threads()
         return chosen
 
-    def _deeper(self, kernel: PagedKernel, config: EngineConfig) -> tuple[Fuse | None, Pack | None]:
+    @torch.inference_mode()
+    def _serve(
+        self, module: PreTrainedModel, kernel: PagedKernel, deeper: _Deeper, config: EngineConfig
+    ) -> Chosen:
+        device = self._device_().torch_device
+        if module.config.is_encoder_decoder:
+            chosen = serve_seq2seq(module, device, deeper.pack)
+        else:
+            further = (deeper.fuse, deeper.pack, config.compile, config.way)
+            chosen = serve_causal(module, kernel, device, *further)
+        self._model = chosen.model
+        if getattr(chosen.model, "computes_alone", False):
+            self._take_torch_threads()
+            if self._cores is not None:
+                pin_thread(self._cores[:1])  # the others are the team's
+        return chosen
+
+    def _deeper(self, kernel: PagedKernel, config: EngineConfig) -> _Deeper:
         """What puts CPU kernels in the place of the model's layers, and of what is left of its modules, if
         they are wanted and can be had.
 
@@ -224,12 +303,13 @@ class RankWorker:
                     "float32 or bfloat16, the cpu_paged attention kernel, and cpu_kernels not off",
                     field="quantization",
                 )
-            return None, None
+            return _Deeper()
         from shoal.attention.cpu import CpuPaged
         from shoal.fuse.compiled import compile_jobs
         from shoal.fuse.modules import pack_modules
         from shoal.fuse.rival import race
         from shoal.model.fused import FusedCausal
+        from shoal.model.fused_encoder import FusedEncoder
 
         comm, storage = self._comm, "bfloat16" if self._dtype is torch.bfloat16 else "float32"
         storage = config.quantization or storage
@@ -237,19 +317,28 @@ class RankWorker:
         compile_jobs(storage, comm)
         if config.quantization is None and not (found := race(self._dtype, comm)).is_won:
             _log.warning("cpu_kernels: torch computes, which is faster on this processor (%s)", found)
-            return None, None
-        return (
-            lambda module, paged: FusedCausal(module, paged, kernel, comm, storage),
-            lambda module, run: pack_modules(module, run, kernel.team, comm, storage),
+            return _Deeper()
+        return _Deeper(
+            fuse=lambda module, paged: FusedCausal(module, paged, kernel, comm, storage),
+            fuse_encoder=lambda module, packed: FusedEncoder(module, packed, kernel, comm, storage),
+            pack=lambda module, run: pack_modules(module, run, kernel.team, comm, storage),
         )
 
     def _budget(
         self, config: EngineConfig, device: Device, world_size: int, vocabulary: int, max_model_len: int
-    ) -> int:
+    ) -> tuple[int, float]:
+        """Bytes for KV pages, and the seconds of the largest step if they were measured for that."""
+        if self._encoder is not None:
+            return 0, 0.0
         if config.kv_cache_memory_bytes is not None or config.num_gpu_blocks_override is not None:
-            return config.kv_cache_memory_bytes or 0
-        growth = step_growth_bytes(self._model_(), config, device, vocabulary, max_model_len)
-        return kv_budget(config, device, world_size if device.kind == "cpu" else 1, growth)
+            return config.kv_cache_memory_bytes or 0, 0.0
+        cost = step_cost(self._model_(), config, device, vocabulary, max_model_len)
+        on_device = world_size if device.kind == "cpu" else 1
+        return kv_budget(config, device, on_device, cost.growth_bytes), cost.seconds
+
+    @property
+    def _kv_shapes(self) -> Sequence[KVShape]:
+        return () if self._encoder is not None else self._model_().kv_shapes
 
     def _model_(self) -> ServedModel:
         assert self._model is not None, "start comes first"
@@ -260,14 +349,20 @@ class RankWorker:
         return self._device
 
 
-def _first_step(message: AllocateKV) -> Step:
-    """A prompt of up to three tokens in block 0, one token sampled; nobody owns the block yet."""
+def _first_step(message: AllocateKV, has_encoder: bool) -> Step:
+    """A prompt of up to three tokens in block 0, one token sampled; nobody owns the block yet. Where there is
+    an encoder, it reads them too, and its block is the last.
+    """
     tokens = range(min(3, message.block_size))
     sequence = SequenceStep(
         sequence_id=0,
         start=0,
         token_ids=pack_ids(tokens),
         block_ids=pack_ids([0]),
+        slot=0 if message.num_slots else -1,
         sampling=SamplingSpec(temperature=0.0),
+        num_encoder=len(tokens) if has_encoder else 0,
+        cross_block_ids=pack_ids([message.num_blocks - 1]) if has_encoder else b"",
+        encoder_ids=pack_ids(tokens) if has_encoder else b"",
     )
     return Step(step_id=0, sequences=(sequence,))

@@ -6,28 +6,26 @@ fault. So a failure of that kind is not believed at once; the cause gets a momen
 
 from __future__ import annotations
 
-import logging
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
+import msgspec
+
 from shoal.checkpoint.progress import Report
-from shoal.errors import RankError, ShoalError, UsageError
-from shoal.messages import Failure, LoadProgress, Message, RankReady, RankReport, StepResult
+from shoal.errors import RankError
+from shoal.messages import Failure, LoadProgress, Message, Ping, RankReady, RankReport, StepResult
 from shoal.worker.channel import Channel
+from shoal.worker.failures import PeerMissedError, error_of
 
-__all__ = ["Answer", "gather_replies"]
-
-_log = logging.getLogger("shoal.worker")
+__all__ = ["Answer", "gather_replies", "late", "pings_answered"]
 
 _CAUSE_S = 1.0  # how long the cause of a failure may take to be heard after its first consequence
+_CAUSE_SHARE = 0.1  # and of the time for an answer at most this much
 
 Answer = TypeVar("Answer", RankReport, RankReady, StepResult)
-
-
-class _PeerMissed(RankError):
-    """A rank failed because another one did not do its part of a collective."""
+Expected = TypeVar("Expected", RankReport, RankReady, StepResult, Ping)
 
 
 def gather_replies(
@@ -51,7 +49,7 @@ def gather_replies(
     """
     replies: dict[int, Answer] = {}
     shares = {rank: LoadProgress(done=0, total=0) for rank in channels}
-    missed: _PeerMissed | None = None
+    missed: PeerMissedError | None = None
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for rank, channel in channels.items():
@@ -59,7 +57,7 @@ def gather_replies(
         while silent := sorted(cast(int, key.data) for key in selector.get_map().values()):
             ready = _ready(selector, deadline)
             if not ready:
-                raise _late(silent, timeout_s, missed)
+                raise late(silent, timeout_s) if missed is None else _named(silent, missed)
             for rank in ready:
                 try:
                     message = _receive(channels[rank], rank, deadline, gone)
@@ -67,14 +65,39 @@ def gather_replies(
                         shares[rank] = message
                         _tell(report, shares)
                         continue
+                    if isinstance(message, Ping):
+                        continue
                     replies[rank] = _expect(message, rank, answer)
-                except _PeerMissed as error:
+                except PeerMissedError as error:
                     missed = missed or error
-                    deadline = min(deadline, time.monotonic() + _CAUSE_S)
+                    deadline = min(deadline, time.monotonic() + min(_CAUSE_S, _CAUSE_SHARE * timeout_s))
                 selector.unregister(channels[rank])
     if missed is not None:
         raise missed
     return [replies[rank] for rank in sorted(replies)]
+
+
+def pings_answered(channels: Mapping[int, Channel], gone: Callable[[int], str]) -> set[int]:
+    """Ranks that have answered a ping by now; nobody is waited for.
+
+    Raises:
+        RankError: a rank failed, or closed its channel.
+    """
+    answered = set()
+    with selectors.DefaultSelector() as selector:
+        for rank, channel in channels.items():
+            selector.register(channel, selectors.EVENT_READ, rank)
+        for rank in [cast(int, key.data) for key, _ in selector.select(0)]:
+            _expect(_receive(channels[rank], rank, time.monotonic() + _CAUSE_S, gone), rank, Ping)
+            answered.add(rank)
+    return answered
+
+
+def late(silent: Sequence[int], timeout_s: float) -> RankError:
+    """What to say of ranks that did not answer in time."""
+    named = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
+    only = silent[0] if len(silent) == 1 else None
+    return RankError(f"{named} did not answer within {timeout_s:g} s", only)
 
 
 def _ready(selector: selectors.BaseSelector, deadline: float) -> list[int]:
@@ -88,12 +111,11 @@ def _tell(report: Report | None, shares: Mapping[int, LoadProgress]) -> None:
         report(sum(s.done for s in shares.values()), sum(s.total for s in shares.values()))
 
 
-def _late(silent: Sequence[int], timeout_s: float, missed: _PeerMissed | None) -> RankError:
-    named = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
-    only = silent[0] if len(silent) == 1 else None
-    if missed is not None:
-        return RankError(f"{named} did not do its part: {missed}", only)
-    return RankError(f"{named} did not answer within {timeout_s:g} s", only)
+def _named(silent: Sequence[int], missed: PeerMissedError) -> RankError:
+    """Which ranks others waited for in vain."""
+    if len(silent) == 1:
+        return RankError(f"rank {silent[0]} did not do its part: {missed}", silent[0])
+    return RankError(f"ranks {', '.join(map(str, silent))} did not do their part: {missed}")
 
 
 def _receive(channel: Channel, rank: int, deadline: float, gone: Callable[[int], str]) -> Message:
@@ -103,21 +125,13 @@ def _receive(channel: Channel, rank: int, deadline: float, gone: Callable[[int],
         raise RankError(gone(rank), rank) from error
     except TimeoutError as error:
         raise RankError(f"rank {rank} stopped in the middle of an answer", rank) from error
+    except msgspec.DecodeError as error:
+        raise RankError(f"rank {rank} sent what is no message: {error}", rank) from error
 
 
-def _expect(message: Message, rank: int, answer: type[Answer]) -> Answer:
+def _expect(message: Message, rank: int, answer: type[Expected]) -> Expected:
     if isinstance(message, Failure):
-        raise _raised(message, rank)
+        raise error_of(message, rank)
     if not isinstance(message, answer):
         raise RankError(f"rank {rank} answered with {type(message).__name__}", rank)
     return message
-
-
-def _raised(failure: Failure, rank: int) -> ShoalError:
-    """The exception a rank reports, as near to the one it raised as matters to those who handle it."""
-    if failure.usage:
-        kinds = {kind.__name__: kind for kind in UsageError.__subclasses__()}
-        return kinds.get(failure.kind, UsageError)(failure.message, failure.field)
-    _log.error("rank %d failed:\n%s", rank, failure.traceback)
-    kind = _PeerMissed if failure.kind == RankError.__name__ else RankError
-    return kind(f"rank {rank}: {failure.kind}: {failure.message}", rank)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable
 
 from shoal.checkpoint.progress import Report
-from shoal.errors import UsageError
-from shoal.messages import AllocateKV, Failure, LoadProgress, Message, RankReady, Shutdown, Start, Step
+from shoal.messages import (
+    AllocateKV,
+    Encode,
+    LoadProgress,
+    Message,
+    Ping,
+    RankReady,
+    Shutdown,
+    Start,
+    Step,
+)
 from shoal.worker.channel import Channel
+from shoal.worker.failures import failure_of
 from shoal.worker.rank import RankWorker
 
 __all__ = ["serve"]
 
 
-def serve(channel: Channel, on_ready: Callable[[], None] = lambda: None) -> None:
+def serve(channel: Channel, on_ready: Callable[[], None] = lambda: None, may_pin: bool = False) -> None:
     """Answer messages until a shutdown, a closed channel, or a failure.
 
     A failure is reported and ends the rank: its peers may hang in a collective, so the group is lost
@@ -23,8 +32,9 @@ def serve(channel: Channel, on_ready: Callable[[], None] = lambda: None) -> None
 
     Args:
         on_ready: called once all is loaded and made, before that is answered: steps come next.
+        may_pin: whether this process is the rank's own, so that its threads may be kept to some cores.
     """
-    worker = RankWorker()
+    worker = RankWorker(may_pin=may_pin)
     rank = -1
     try:
         while True:
@@ -42,29 +52,20 @@ def serve(channel: Channel, on_ready: Callable[[], None] = lambda: None) -> None
             channel.send(answer)
     except Exception as error:  # the process boundary: everything is reported to the engine, then it ends
         with contextlib.suppress(OSError):  # nobody is left to report to
-            channel.send(_failure(rank, error))
+            channel.send(failure_of(rank, error))
     finally:
         worker.close()
-
-
-def _failure(rank: int, error: Exception) -> Failure:
-    return Failure(
-        rank=rank,
-        kind=type(error).__name__,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
-        usage=isinstance(error, UsageError),
-        field=error.field if isinstance(error, UsageError) else None,
-    )
 
 
 def _answer(worker: RankWorker, message: Message, channel: Channel) -> Message:
     match message:
         case Start():
             return worker.start(message, _reporter(channel))
+        case Ping():
+            return message
         case AllocateKV():
             return worker.allocate(message)
-        case Step():
+        case Step() | Encode():
             return worker.execute(message)
     raise TypeError(f"a rank does not take {type(message).__name__}")
 

@@ -7,6 +7,9 @@ programs (and other engines) live.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+
 import torch
 
 from shoal.config import EngineConfig
@@ -15,7 +18,7 @@ from shoal.device.memory import process_private_bytes
 from shoal.device.peak import reset_peak, trim_heap, used_since
 from shoal.model.base import ServedModel
 
-__all__ = ["kv_budget", "step_growth_bytes"]
+__all__ = ["StepCost", "kv_budget", "step_cost"]
 
 _CPU_DEFAULT_BYTES = 4 << 30  # KV pages of all ranks together, where no share was asked for
 _CPU_DEFAULT_SHARE = 0.25  # and of the memory that is free at most this share
@@ -23,12 +26,19 @@ _ACCELERATOR_SHARE = 0.9  # vLLM's default
 _PROBE_TOKENS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What the largest step takes, about."""
+
+    growth_bytes: int  # for a while
+    seconds: float
+
+
 @torch.inference_mode()
-def step_growth_bytes(
+def step_cost(
     model: ServedModel, config: EngineConfig, device: Device, vocabulary: int, max_model_len: int
-) -> int:
-    """Bytes that a step of ``max_num_batched_tokens`` tokens and ``max_num_seqs`` logits rows needs for a
-    while.
+) -> StepCost:
+    """The cost of a step of ``max_num_batched_tokens`` tokens and ``max_num_seqs`` logits rows.
 
     Measured on a step of at most 256 tokens and scaled up: what a forward pass holds grows at most in
     proportion to its tokens, since attention never spans sequences. The logits rows are not measured but
@@ -37,13 +47,14 @@ def step_growth_bytes(
     tokens = min(config.max_num_batched_tokens, max_model_len, _PROBE_TOKENS)
     ids = torch.arange(tokens, device=device.torch_device) % vocabulary
     last = torch.tensor([tokens - 1], device=device.torch_device)
-    before = reset_peak(device.kind)
+    before, started = reset_peak(device.kind), time.perf_counter()
     model.plain(ids, last)
     device.synchronize()
-    growth = used_since(device.kind, before)
+    seconds, growth = time.perf_counter() - started, used_since(device.kind, before)
     trim_heap()
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return growth * -(-config.max_num_batched_tokens // tokens) + 5 * 4 * rows * vocabulary
+    times = -(-config.max_num_batched_tokens // tokens)
+    return StepCost(growth * times + 5 * 4 * rows * vocabulary, seconds * times)
 
 
 def kv_budget(config: EngineConfig, device: Device, ranks_on_device: int, growth_bytes: int) -> int:

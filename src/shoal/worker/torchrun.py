@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+from collections import deque
 
 import torch
 
 from shoal.checkpoint.progress import Report
 from shoal.comm.torch_dist import TorchComm, connect, torchrun_place
 from shoal.errors import EngineError, RankError
-from shoal.messages import AllocateKV, RankReady, RankReport, Shutdown, Step, StepResult, encode
+from shoal.messages import AllocateKV, Encode, RankReady, RankReport, Shutdown, Step, StepResult, encode
 from shoal.worker.channel import Channel
-from shoal.worker.executor import Load, inline_errors, make_starts
+from shoal.worker.executor import Load, make_starts
+from shoal.worker.failures import inline_errors
 from shoal.worker.rank import RankWorker
 from shoal.worker.replies import Answer, gather_replies
 from shoal.worker.serve import serve
@@ -32,13 +34,16 @@ _SHUTDOWN_S = 10.0
 class TorchrunExecutor:
     """Rank 0's end: one rank in this process, the rest behind sockets."""
 
+    computes_apart = False  # rank 0 computes on the caller's thread
     is_interruptible = False
+    is_replaceable = False  # they are torchrun's
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._worker = RankWorker()
         self._control: TorchComm | None = None
         self._channels: dict[int, Channel] = {}  # by rank, from 1
+        self._submitted: deque[Step | Encode] = deque()
 
     def load(self, report: Report) -> list[RankReport]:
         self._control = _control_group()
@@ -54,10 +59,19 @@ class TorchrunExecutor:
         self._broadcast(message, self._load.load_timeout_s)
         with inline_errors(0, f"making {message.num_blocks} KV blocks"):
             own = self._worker.allocate(message)
+        self._load = self._load.serving(message)
         return [own, *self._replies(RankReady, self._load.load_timeout_s)]
 
-    def execute(self, step: Step) -> StepResult:
+    def reload(self) -> None:
+        raise EngineError("ranks that torchrun started cannot be started anew")
+
+    def submit(self, step: Step | Encode) -> None:
         self._broadcast(step, self._load.step_timeout_s)
+        self._submitted.append(step)
+
+    def collect(self) -> StepResult:
+        """Compute this rank's part, on this thread, and hear of the others'."""
+        step = self._submitted.popleft()
         with inline_errors(0, f"step {step.step_id}"):
             result = self._worker.execute(step)
         self._replies(StepResult, self._load.step_timeout_s)
@@ -65,6 +79,9 @@ class TorchrunExecutor:
 
     def check(self) -> None:
         """torchrun itself ends all its ranks when one dies."""
+
+    def interrupt(self) -> None:
+        """Ranks that are never started again need no interrupting."""
 
     def shutdown(self) -> None:
         for channel in self._channels.values():
@@ -77,7 +94,7 @@ class TorchrunExecutor:
             self._control.close()
             self._control = None
 
-    def _broadcast(self, message: AllocateKV | Step, timeout_s: float) -> None:
+    def _broadcast(self, message: AllocateKV | Step | Encode, timeout_s: float) -> None:
         if not self._channels:
             raise EngineError("the executor is not running")
         data = encode(message)

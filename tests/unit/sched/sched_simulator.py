@@ -1,127 +1,43 @@
 """A model without a model: pages that remember which token of which prefix was written where.
 
 Each slot of the simulated KV memory holds the identity of the whole token prefix up to it. A step is
-executed as a rank would execute it, from what the step says alone; before anything is written, and again
-after everything was, each branch must find its own prefix, position by position. The next token is a
-function of prefix and branch, so the outputs must be those of :func:`reference`, which has no memory.
+executed as a rank would execute it, from what the step says and the tokens of the step before; before
+anything is written, and again after everything was, each branch must find its own prefix, position by
+position. The next token is a function of prefix and branch, so the outputs must be those of
+:func:`reference`, which has no memory. Blocks that nobody keeps, and no step in flight reads, are overwritten
+with nonsense at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from zlib import crc32
+
+from msgspec import structs
+from sched_words import (
+    POISON,
+    Branch,
+    extend,
+    next_token,
+    reference,
+    start_identity,
+)
 
 from shoal.cache.manager import CacheManager
 from shoal.cache.prefix import Digest, block_digest
-from shoal.messages import SamplingSpec, SequenceStep, Step, StepResult, TokenResult, unpack_ids
+from shoal.messages import (
+    PLACEHOLDER_ID,
+    SequenceStep,
+    Step,
+    StepResult,
+    TokenResult,
+    pack_ids,
+    unpack_ids,
+)
 from shoal.sched.request import BranchUpdate, Request, RequestSpec, Status
 from shoal.sched.scheduler import Scheduler
-
-VOCABULARY = 24
-EOS = 22
-STOP = 23
-POISON = -1
-
-
-def extend(identity: int, token_id: int) -> int:
-    """The identity of a prefix with one more token; the same in every process."""
-    return hash((identity, token_id))
-
-
-def start_identity(salt: bytes) -> int:
-    return crc32(salt)
-
-
-def next_token(identity: int, branch: int) -> int:
-    return (identity ^ (branch * 0x9E3779B1)) // 7 % VOCABULARY
-
-
-def spec(
-    request_id: str,
-    prompt_ids: list[int],
-    *,
-    n: int = 1,
-    max_tokens: int | None = 8,
-    min_tokens: int = 0,
-    ignore_eos: bool = False,
-    salt: bytes = b"",
-    penalty: float = 0.0,
-) -> RequestSpec:
-    """A request whose tokens EOS and STOP end it."""
-    return RequestSpec(
-        request_id=request_id,
-        prompt_ids=prompt_ids,
-        sampling=tuple(
-            SamplingSpec(temperature=0.0, branch=i, min_tokens=min_tokens, presence_penalty=penalty)
-            for i in range(n)
-        ),
-        max_tokens=max_tokens,
-        eos_ids=frozenset({EOS}),
-        stop_ids=frozenset({STOP}),
-        ignore_eos=ignore_eos,
-        cache_salt=salt,
-    )
-
-
-def counts(step: Step) -> dict[int, int]:
-    """Tokens per sequence in a step."""
-    return {item.sequence_id: len(unpack_ids(item.token_ids)) for item in step.sequences}
-
-
-def long_spec(request_id: str, prompt_ids: list[int], **options) -> RequestSpec:
-    """A request that ends at max_tokens only."""
-    request = spec(request_id, prompt_ids, ignore_eos=True, **options)
-    return RequestSpec(
-        request_id=request_id,
-        prompt_ids=prompt_ids,
-        sampling=request.sampling,
-        max_tokens=request.max_tokens,
-    )
-
-
-def reference(
-    request: RequestSpec, branch: int, *, max_model_len: int, capacity: int
-) -> tuple[list[int], str, int | None]:
-    """Output ids, finish reason and stop reason of one branch, worked out one token at a time."""
-    identity = start_identity(request.cache_salt)
-    for token_id in request.prompt_ids:
-        identity = extend(identity, token_id)
-    output: list[int] = []
-    while True:
-        token_id = next_token(identity, branch)
-        output.append(token_id)
-        identity = extend(identity, token_id)
-        if len(output) >= request.sampling[branch].min_tokens:
-            if token_id in request.eos_ids and not request.ignore_eos:
-                return output, "stop", None
-            if token_id in request.stop_ids:
-                return output, "stop", token_id
-        num_tokens = len(request.prompt_ids) + len(output)
-        if len(output) == request.max_tokens or num_tokens == max_model_len or num_tokens == capacity + 1:
-            return output, "length", None
-
-
-@dataclass
-class Branch:
-    """What the world knows of one branch, by its own bookkeeping."""
-
-    spec: RequestSpec
-    index: int
-    token_ids: list[int]
-    identities: list[int]  # of each prefix
-    ended: tuple[str, int | str | None] | None = None
-    was_disturbed: bool = False  # aborted, finished from outside, or failed
-
-    @property
-    def output(self) -> list[int]:
-        return self.token_ids[len(self.spec.prompt_ids) :]
-
-    def append(self, token_id: int) -> None:
-        before = self.identities[-1] if self.identities else start_identity(self.spec.cache_salt)
-        self.token_ids.append(token_id)
-        self.identities.append(extend(before, token_id))
 
 
 @dataclass
@@ -136,12 +52,21 @@ class World:
     caching: bool = True
     digest: Digest = block_digest
     bound: int | None = None
+    depth: int = 1  # steps in flight
+    num_slots: int | None = None  # of states, beside the pages
+    keeps_kv: bool = True
     branches: dict[int, Branch] = field(default_factory=dict)
     errors_next: set[int] = field(default_factory=set)  # sequence ids that fail in the next step
 
     def __post_init__(self) -> None:
+        if not self.keeps_kv:
+            self.max_num_batched_tokens = max(self.max_num_batched_tokens, self.max_model_len)
         self.cache = CacheManager(
-            self.num_blocks, self.block_size, enable_prefix_caching=self.caching, digest=self.digest
+            self.num_blocks,
+            self.block_size,
+            enable_prefix_caching=self.caching and self.keeps_kv and self.num_slots is None,
+            digest=self.digest,
+            num_slots=self.num_slots,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -149,9 +74,13 @@ class World:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             max_num_queued_requests=self.bound,
+            keeps_kv=self.keeps_kv,
         )
+        self.states: dict[int, int] = {}  # per slot, the identity of the prefix behind it
         self.requests: dict[int, Request] = {}
-        self.step_in_flight: Step | None = None
+        self.in_flight: deque[Step] = deque()
+        self.sampled: dict[int, int] = {}  # by the last step, as a rank remembers it
+        self.num_ahead = 0  # steps begun while another one was in flight
         self.pages: dict[int, list[int]] = {}  # per block, the prefix identity in each slot
         self.poison(range(self.num_blocks))
 
@@ -192,7 +121,8 @@ class World:
     def reset(self) -> None:
         """The group died with its pages."""
         self.scheduler.reset()
-        self.step_in_flight = None
+        self.in_flight.clear()
+        self.sampled = {}
         self.poison(range(self.num_blocks))
         assert self.cache.num_free == self.num_blocks
         self.scheduler.check_integrity()
@@ -202,37 +132,53 @@ class World:
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is None:
-            assert not self.unfinished()
+            assert self.in_flight or not self.unfinished()
             return None
-        self.step_in_flight = step
         counts = [len(item.token_ids) // 4 for item in step.sequences]
         assert 1 <= sum(counts) <= self.max_num_batched_tokens
         ids = [item.sequence_id for item in step.sequences]
         assert len(set(ids)) == len(ids) <= self.max_num_seqs
         assert all(self.requests[i].status is Status.RUNNING for i in ids)
-        running = [i for i, request in self.requests.items() if request.status is Status.RUNNING]
-        assert min(running) in ids, "the oldest running branch was left out"
-        for item in step.sequences:
-            self._check_message(item)
-            self._check_read(item, item.start)
+        assert self.keeps_kv or all(item.start == 0 for item in step.sequences)
+        oldest = min(i for i, request in self.requests.items() if request.status is Status.RUNNING)
+        assert oldest in ids or self._is_in_flight(oldest), "the oldest was left out"
+        awaiting = [item for item in step.sequences if PLACEHOLDER_ID in unpack_ids(item.token_ids)]
+        assert self.in_flight or not awaiting
+        sampling = (
+            {item.sequence_id for item in self.in_flight[0].sequences if item.sampling} if awaiting else ()
+        )
+        for item in awaiting:
+            assert item.token_ids == pack_ids([PLACEHOLDER_ID]) and item.sequence_id in sampling
+            assert not self.requests[item.sequence_id].is_ending, "a token too many"
+        self.num_ahead += bool(self.in_flight)
+        self.in_flight.append(step)
         return step
 
-    def end(self) -> list[BranchUpdate]:
-        """Execute the step in flight, answer it, and check what the scheduler made of the answer."""
-        step, self.step_in_flight = self.step_in_flight, None
-        assert step is not None
-        written: set[tuple[int, int]] = set()
-        for item in step.sequences:
-            held = [self.cache._pool.num_holders(block_id) > 0 for block_id in unpack_ids(item.block_ids)]
-            assert all(held), "a block was given up while a step in flight used it"
-            self._write(item, written)
-        for item in step.sequences:
-            self._check_read(item, item.start + len(item.token_ids) // 4)
-        answers = [self._answer(item) for item in step.sequences if self._answers(item)]
-        expected = {answer.sequence_id: answer for answer in answers}
-        updates = self.scheduler.update(
-            step, StepResult(step_id=step.step_id, tokens=tuple(reversed(answers)))
+    def _is_in_flight(self, sequence_id: int) -> bool:
+        """Whether a branch has nothing to compute before a step in flight is answered."""
+        is_waited_for = self.requests[sequence_id].is_ending or not self.keeps_kv
+        return is_waited_for and any(
+            item.sequence_id == sequence_id for step in self.in_flight for item in step.sequences
         )
+
+    def end(self) -> list[BranchUpdate]:
+        """Execute the oldest step in flight, answer it, and check what the scheduler made of the answer."""
+        step = self.in_flight.popleft()
+        items = [self._filled(item) for item in step.sequences]
+        for item in items:
+            if self.branches[item.sequence_id].ended is None:
+                self._check_message(item)
+            self._check_read(item, item.start)
+        self._move_states(items)
+        written: set[tuple[int, int]] = set()
+        for item in items:
+            self._write(item, written)
+        for item in items:
+            self._check_read(item, item.start + len(item.token_ids) // 4)
+        answers = [self._answer(item) for item in items if self._answers(item)]
+        self.sampled = {answer.sequence_id: answer.token_id for answer in answers}
+        expected = {answer.sequence_id: answer for answer in answers}
+        updates = self.scheduler.update(StepResult(step_id=step.step_id, tokens=tuple(reversed(answers))))
         self.errors_next.clear()
         for update in updates:
             self._check_update(update, expected.pop(update.request.sequence_id))
@@ -241,8 +187,35 @@ class World:
         self._poison_what_nobody_keeps()
         return updates
 
+    def _move_states(self, items: list[SequenceStep]) -> None:
+        """What a rank does to states: it goes on from what it finds, or anew at position 0."""
+        if self.num_slots is None:
+            assert all(item.slot == -1 for item in items)
+            return
+        assert len({item.slot for item in items}) == len(items), "two branches of one step in one slot"
+        for item in items:
+            assert 0 <= item.slot < self.num_slots
+            branch = self.branches[item.sequence_id]
+            if item.start:
+                assert self.states[item.slot] == branch.identities[item.start - 1], "another branch's state"
+            stop = item.start + len(item.token_ids) // 4
+            # A branch that ended meanwhile may have a token more in flight than it knows of.
+            self.states[item.slot] = branch.identities[min(stop, len(branch.identities)) - 1]
+
+    def _filled(self, item: SequenceStep) -> SequenceStep:
+        """The step's share with the token in it that a placeholder stands for."""
+        if item.token_ids != pack_ids([PLACEHOLDER_ID]):
+            return item
+        token_ids = pack_ids([max(self.sampled[item.sequence_id], 0)])
+        return structs.replace(
+            item, token_ids=token_ids, history=item.history and item.history[: -len(token_ids)] + token_ids
+        )
+
     def step(self) -> list[BranchUpdate] | None:
-        return None if self.begin() is None else self.end()
+        """One step answered, and as many in flight meanwhile as the world is deep."""
+        while len(self.in_flight) < self.depth and self.begin() is not None:
+            pass
+        return self.end() if self.in_flight else None
 
     def drain(self) -> None:
         """Run until all is answered, within a bound that a livelock would break."""
@@ -309,6 +282,9 @@ class World:
         for position, token_id in enumerate(unpack_ids(item.token_ids), item.start):
             identity = extend(identity, token_id)
             block_id, offset = slot(position)
+            assert self.cache._pool.num_holders(block_id), (
+                "a block was given up, and a step in flight writes it"
+            )
             assert (block_id, offset) not in written, "two tokens of one step in one slot"
             written.add((block_id, offset))
             self.pages[block_id][offset] = identity
@@ -339,4 +315,9 @@ class World:
 
     def _poison_what_nobody_keeps(self) -> None:
         pool = self.cache._pool
-        self.poison(b for b in range(self.num_blocks) if pool.num_holders(b) == 0 and not pool.is_kept(b))
+        read = {b for step in self.in_flight for item in step.sequences for b in unpack_ids(item.block_ids)}
+        self.poison(
+            b
+            for b in range(self.num_blocks)
+            if pool.num_holders(b) == 0 and not pool.is_kept(b) and b not in read
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sched_simulator import World, counts, long_spec
+from sched_simulator import World
+from sched_words import counts, long_spec
 
 from shoal.errors import QueueFullError
 

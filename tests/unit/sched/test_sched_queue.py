@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from sched_simulator import spec
+from sched_words import spec
 
 from shoal.sched.intake import Limits, make_branches
 from shoal.sched.queue import WaitingQueue

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from shoal.cache.manager import SequenceBlocks
-from shoal.messages import SamplingSpec, TokenResult, unpack_ids
+from shoal.messages import PLACEHOLDER_ID, SamplingSpec, TokenResult, unpack_ids
 from shoal.sched.request import BranchUpdate, Request
 
 
@@ -60,7 +60,7 @@ def test_prompt_and_output_are_told_apart():
 def test_a_share_that_stops_short_of_the_last_token_samples_nothing():
     """A chunk of a prompt carries tokens and table only."""
     request = branch([1, 2, 3], [])
-    request.num_computed = 1
+    request.num_scheduled = 1
     share = request.step(1)
     assert (share.sequence_id, share.start, share.sampling, share.num_output) == (3, 1, None, 0)
     assert list(unpack_ids(share.token_ids)) == [2] and list(unpack_ids(share.block_ids)) == [5, 6]
@@ -70,7 +70,7 @@ def test_a_share_that_stops_short_of_the_last_token_samples_nothing():
 def test_a_share_that_reaches_the_last_token_samples():
     """With the very sampling object, the output's length, and no history unless it is needed."""
     request = branch([1, 2, 3], [4])
-    request.num_computed = 3
+    request.num_scheduled = 3
     share = request.step(1)
     assert share.sampling is request.sampling and share.num_output == 1
     assert share.history == b"" and share.num_prompt == 0
@@ -84,6 +84,27 @@ def test_penalties_bring_the_whole_history(penalty):
     request = branch([1, 2, 3], [4], sampling=SamplingSpec(temperature=1.0, **penalty))
     share = request.step(4)
     assert list(unpack_ids(share.history)) == [1, 2, 3, 4] and share.num_prompt == 3
+
+
+def test_a_share_behind_the_last_token_is_a_placeholder():
+    """One id in the tokens and at the end of the history, and it counts as an output token."""
+    request = branch([1, 2], [4], sampling=SamplingSpec(temperature=1.0, presence_penalty=0.5))
+    request.num_scheduled = 3
+    share = request.step(1)
+    assert (share.start, share.num_output, share.num_prompt) == (3, 2, 2)
+    assert list(unpack_ids(share.token_ids)) == [PLACEHOLDER_ID]
+    assert list(unpack_ids(share.history)) == [1, 2, 4, PLACEHOLDER_ID]
+
+
+def test_a_branch_is_ending_while_its_last_token_is_sampled():
+    """Not before, and never while there is room for another."""
+    request = branch([1, 2], [4], max_tokens=2)
+    assert not request.is_ending
+    request.num_scheduled = 3
+    assert request.is_ending
+    request = branch([1, 2], [4], max_tokens=3)
+    request.num_scheduled = 3
+    assert not request.is_ending
 
 
 def test_an_update_lists_its_new_tokens():

@@ -6,7 +6,8 @@ import statistics
 import time
 
 import pytest
-from sched_simulator import World, counts, long_spec, spec
+from sched_simulator import World
+from sched_words import counts, long_spec, spec
 
 from shoal.cache.manager import CacheManager
 from shoal.errors import QueueFullError, RequestError
@@ -208,7 +209,7 @@ def test_a_token_that_ends_a_branch_is_part_of_its_output():
     )
     step = world.scheduler.schedule()
     answer = StepResult(step_id=step.step_id, tokens=(TokenResult(sequence_id=0, token_id=7),))
-    (update,) = world.scheduler.update(step, answer)
+    (update,) = world.scheduler.update(answer)
     assert (update.token_ids, update.finish_reason, update.stop_reason) == ([7], "stop", 7)
     assert (list(request.output_ids), request.finish_reason, request.stop_reason) == ([7], "stop", 7)
     assert world.cache.usage == 0.0
@@ -234,7 +235,7 @@ def test_a_missing_answer_is_an_error_of_that_branch():
     world = World()
     world.add(long_spec("a", [1, 2]))
     step = world.scheduler.schedule()
-    (update,) = world.scheduler.update(step, StepResult(step_id=step.step_id))
+    (update,) = world.scheduler.update(StepResult(step_id=step.step_id))
     assert update.finish_reason == "error" and "no token" in update.error
     assert world.scheduler.num_unfinished == 0 and world.cache.usage == 0.0
 
@@ -249,17 +250,6 @@ def test_what_failed_is_not_shared():
     (again,) = world.add(long_spec("b", [1, 2, 3, 4, 5]))
     world.step()
     assert again.num_cached == 0
-
-
-def test_an_abort_in_flight_keeps_the_blocks_until_the_step_is_answered():
-    """A rank may still write them; then they are free, and no update speaks of the branch."""
-    world = World()
-    (request,) = world.add(long_spec("a", [1, 2, 3]))
-    world.begin()
-    world.abort("a")
-    assert request.finish_reason == "abort" and world.cache.usage > 0
-    assert world.end() == []
-    assert world.cache.usage == 0.0
 
 
 def test_an_abort_between_steps_frees_at_once():
@@ -305,21 +295,6 @@ def test_replay_computes_everything_again_and_samples_nothing_twice():
     assert world.scheduler.stats.num_prefix_queries == 9
 
 
-def test_steps_are_answered_once_and_in_order():
-    """A second schedule, a second answer or a stale one is a bug of the caller's."""
-    world = World()
-    world.add(long_spec("a", [1]))
-    step = world.scheduler.schedule()
-    with pytest.raises(AssertionError):
-        world.scheduler.schedule()
-    answer = StepResult(step_id=step.step_id, tokens=(TokenResult(sequence_id=0, token_id=1),))
-    with pytest.raises(AssertionError):
-        world.scheduler.update(step, StepResult(step_id=step.step_id + 1))
-    world.scheduler.update(step, answer)
-    with pytest.raises(AssertionError):
-        world.scheduler.update(step, answer)
-
-
 def test_the_stats_say_how_it_stands():
     """Running, waiting and usage, by branches and blocks."""
     world = World(num_blocks=8, max_num_seqs=1)
@@ -344,6 +319,6 @@ def test_a_step_of_256_decoding_branches_costs_little():
         elapsed = time.perf_counter() - start
         tokens = tuple(TokenResult(sequence_id=item.sequence_id, token_id=1) for item in step.sequences)
         start = time.perf_counter()
-        scheduler.update(step, StepResult(step_id=step.step_id, tokens=tokens))
+        scheduler.update(StepResult(step_id=step.step_id, tokens=tokens))
         times.append(elapsed + time.perf_counter() - start)
     assert len(step.sequences) == 256 and statistics.median(times) < 0.01

@@ -7,7 +7,8 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sched_simulator import World, spec
+from sched_simulator import World
+from sched_words import spec
 
 from shoal.cache.prefix import block_digest
 from shoal.errors import RequestError
@@ -29,6 +30,9 @@ worlds = st.builds(
     max_model_len=st.integers(2, 64),
     caching=st.booleans(),
     digest=st.sampled_from([block_digest, block_digest, colliding_digest]),
+    depth=st.sampled_from([1, 2, 2]),
+    num_slots=st.sampled_from([None, None, 1, 3]),
+    keeps_kv=st.sampled_from([True, True, False]),
 )
 
 adds = st.fixed_dictionaries(
@@ -61,15 +65,17 @@ def play(world: World, event: tuple[str, object]) -> None:
     if kind == "add":
         add(world, detail)
     elif kind == "step":
-        if world.begin() is not None:
+        has_begun = len(world.in_flight) < world.depth and world.begin() is not None
+        if has_begun:
             for inner in detail:
                 play(world, inner)
+        if has_begun and len(world.in_flight) == world.depth:
             world.end()
     elif kind == "steps":
         for _ in range(detail):
             world.step()
     elif kind == "reset":
-        if detail is not None and world.begin() is not None:
+        if detail is not None and len(world.in_flight) < world.depth and world.begin() is not None:
             for inner in detail:
                 play(world, inner)
         world.reset()
@@ -107,9 +113,32 @@ def test_any_script_gives_the_outputs_of_unlimited_memory(world, script):
     world.drain()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kept", [{"num_slots": 6}, {"keeps_kv": False}])
+def test_states_and_sequences_computed_anew_give_the_same_outputs(kept, depth):
+    """Branches with a slot each, or of which nothing is kept, are preempted and go on as if nothing were."""
+    rng = random.Random(depth)
+    world = World(num_blocks=18, block_size=3, max_num_seqs=8, max_num_batched_tokens=20, depth=depth, **kept)
+    for number in range(100):
+        prompt_ids = [rng.randrange(3) for _ in range(rng.randint(1, 20))]
+        n = rng.choice([1, 1, 3])
+        world.add(spec(str(number), prompt_ids, n=n, max_tokens=rng.randint(1, 20), ignore_eos=True))
+        for _ in range(rng.choice([0, 1, 5])):
+            world.step()
+        if rng.random() < 0.1 and world.unfinished():
+            world.abort(world.branches[rng.choice(world.unfinished())].spec.request_id)
+        if rng.random() < 0.03:
+            world.reset()
+    world.drain()
+    stats = world.scheduler.stats
+    assert stats.num_preemptions > 5 and stats.num_prefix_hits == 0
+    assert bool(world.num_ahead) == (depth == 2 and world.keeps_kv)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, caching):
+def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, caching, depth):
     """Hundreds of requests through a small cache: hits, forks, evictions and preemptions all happen."""
     rng = random.Random(seed)
     world = World(
@@ -118,6 +147,7 @@ def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, caching)
         max_num_seqs=rng.randint(4, 12),
         max_num_batched_tokens=rng.randint(6, 40),
         caching=caching,
+        depth=depth,
     )
     for number in range(150):
         stem = STEM[: rng.choice([0, 6, 12, 24])]
@@ -133,4 +163,5 @@ def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, caching)
     world.drain()
     stats = world.scheduler.stats
     assert stats.num_preemptions > 20
+    assert (world.num_ahead > 100) == (depth == 2)
     assert (stats.num_prefix_hits > 100) == caching

@@ -1,0 +1,213 @@
+"""How an encoder-decoder's rows are put together, decided by trying: the freest manner whose logits agree
+with those of the model called plainly is taken, and what it does not allow is said. Knows no family names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shoal.attention.pages import allocate
+from shoal.errors import UnsupportedError
+from shoal.model.base import Ragged, Source
+from shoal.model.build import model_length
+from shoal.model.choose import Chosen, Pack
+from shoal.model.selfcheck import difference, ragged, tolerance
+from shoal.model.seq2seq import EncoderDecoder, Manner
+from shoal.plan.skeleton import embedding_size
+
+__all__ = ["serve_seq2seq"]
+
+_BLOCK_SIZE = 4  # of the self-check's own pages
+_LENGTHS = ((11, 7), (6, 4))  # (encoder, decoder) tokens of its requests
+_IDS = 1000  # of the vocabulary: low ones are there however it is cut
+_LENGTH_WORDS = ("block", "chunk", "window", "radius")  # in names of settings on which code depends
+_TIMES = 16  # so many of them: past the lengths up to which the model's code goes another way
+_LONGEST = 1500  # tokens of an input: what a check at load may cost
+
+# Whatever a model's own code makes of a batch it was not written for: this manner is not for it.
+_NOT_FOR_IT = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One request of the check."""
+
+    encoder_ids: list[int]
+    ids: list[int]
+    expected: torch.Tensor  # [T, V]
+
+
+def serve_seq2seq(module: PreTrainedModel, device: torch.device, pack: Pack | None = None) -> Chosen:
+    """Find how ``module`` (weights loaded, on ``device``) is served.
+
+    Args:
+        pack: packs the weights of the model's modules; None leaves them.
+
+    Raises:
+        UnsupportedError: no manner gives the model's own logits.
+    """
+    module.config._attn_implementation = "eager"
+    plain = EncoderDecoder(module, Manner())
+    samples = [_sample(plain, *lengths, device) for lengths in _LENGTHS]
+    inputs = _long_inputs(module.config, device)
+    mixes = _mixes(plain, inputs, tolerance(module.dtype))
+    if not all(bool(torch.isfinite(sample.expected).all()) for sample in samples):
+        raise UnsupportedError(
+            f"model: {type(module).__name__}'s logits are not finite in {module.dtype}: damaged weights, "
+            "or a dtype too narrow for them (try --dtype float32)",
+            field="model",
+        )
+    problem = ""
+    for manner in _manners(mixes):
+        model = EncoderDecoder(module, manner)
+        found = _problem(model, samples, module.dtype, device)
+        if found is None:
+            said = f"served the {model.way} way" + (f": {manner}" if str(manner) else "")
+            num_bytes, notes = _packed(pack, module, model, samples, device) if pack else (0, ())
+            return Chosen(model, (*notes, said), num_bytes)
+        problem = problem or found
+    raise UnsupportedError(
+        f"model: {type(module).__name__} cannot be served as an encoder-decoder: {problem}", field="model"
+    )
+
+
+def _manners(mixes_long_inputs: bool) -> Iterator[Manner]:
+    """From the freest on."""
+    for takes_chunks in (True, False):
+        for mixes_lengths in (True, False):
+            for mixes_inputs in (True, False)[not mixes_long_inputs :]:
+                yield Manner(mixes_lengths, takes_chunks, mixes_inputs)
+
+
+def _packed(
+    pack: Pack,
+    module: PreTrainedModel,
+    model: EncoderDecoder,
+    samples: Sequence[_Sample],
+    device: torch.device,
+) -> tuple[int, tuple[str, ...]]:
+    """Bytes of the modules packed, and what is said of them; they are put back if the logits are others."""
+
+    def run() -> None:
+        for sample in samples:
+            encoder_ids, ids = (torch.tensor(own, device=device) for own in (sample.encoder_ids, sample.ids))
+            model.whole(encoder_ids, ids)
+
+    packed = pack(module, run)
+    problem = _problem(model, samples, module.dtype, device) if packed.num_linears else None
+    if problem is not None or not packed.num_linears:
+        packed.restore()
+        return 0, packed.notes if problem is None else (f"no linear packed: {problem}",)
+    if not packed.is_rounded:
+        return packed.num_bytes, packed.notes
+    packed.round()
+    gap = _served_difference(model, samples, module.dtype, device)
+    if gap == float("inf"):
+        packed.restore()
+        return 0, ("no linear packed: with rounded weights its logits are not finite",)
+    said = f"with them, logits differ by {gap:.1e} from those of unrounded weights"
+    return packed.num_bytes, (*packed.notes, said)
+
+
+def _sample(model: EncoderDecoder, encoder: int, decoder: int, device: torch.device) -> _Sample:
+    encoder_ids, ids = _plain_ids(model.config, encoder, 7), _plain_ids(model.config, decoder, 5)
+    encoder_input, decoder_input = (torch.tensor(own, device=device) for own in (encoder_ids, ids))
+    return _Sample(encoder_ids, ids, model.whole(encoder_input, decoder_input))
+
+
+def _plain_ids(config: Any, count: int, stride: int) -> list[int]:
+    """Tokens that mean nothing to the model's code, as padding does."""
+    special = {value for name, value in vars(config).items() if name.endswith("_token_id")}
+    plain = [i for i in range(min(embedding_size(config), _IDS)) if i not in special]
+    return [plain[stride * (i + count) % len(plain)] for i in range(count)]
+
+
+def _long_inputs(config: Any, device: torch.device) -> list[torch.Tensor]:
+    """Two inputs of several times the length of a block or window, where the model has such; else none."""
+    sizes = [
+        size
+        for name, value in vars(config).items()
+        if any(word in name for word in _LENGTH_WORDS)
+        for size in (value if isinstance(value, (list, tuple)) else [value])
+        if type(size) is int and size > 1
+    ]
+    if not sizes:
+        return []
+    length = min(_TIMES * max(sizes), _LONGEST, model_length(config) or _LONGEST)
+    return [torch.tensor(_plain_ids(config, n, 7), device=device) for n in (length, length * 3 // 4)]
+
+
+def _mixes(model: EncoderDecoder, inputs: Sequence[torch.Tensor], tolerated: float) -> bool:
+    """Whether long inputs come out of the encoder side by side as they do alone."""
+    if not inputs:
+        return True
+    together = model.encode(inputs)
+    for ids, states in zip(inputs, together, strict=True):
+        if difference(states[: len(ids)], model.encode([ids])[0]) > tolerated:
+            return False
+    return True
+
+
+def _problem(
+    model: EncoderDecoder, samples: Sequence[_Sample], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why ``model`` must not be used, or None."""
+    try:
+        ids = torch.tensor(samples[0].ids, device=device)
+        model.plain(ids, torch.arange(len(ids), device=device))
+        error = _served_difference(model, samples, dtype, device)
+    except _NOT_FOR_IT as e:
+        return f"{type(e).__name__}: {str(e)[:200]}"
+    return None if error <= tolerance(dtype) else f"logits over pages differ by {error:.1e}"
+
+
+def _served_difference(
+    model: EncoderDecoder, samples: Sequence[_Sample], dtype: torch.dtype, device: torch.device
+) -> float:
+    """Largest relative error of logits over pages: inputs encoded alone and together, decoders in chunks, at
+    one length and at two, and side by side with a row whose input is only now encoded.
+    """
+    blocks = [-(-len(own) // _BLOCK_SIZE) for s in samples for own in (s.encoder_ids, s.ids)]
+    model.use_pages(allocate(model.kv_shapes, sum(blocks), _BLOCK_SIZE, dtype, device))
+    # Scattered block ids, so that a batch that ignores the table is found out.
+    every = torch.split(torch.arange(sum(blocks), device=device).flip(0), blocks)
+    tables = list(zip(every[::2], every[1::2], strict=True))  # (cross, own)
+    long, short = 0, 1
+    steps: list[list[tuple[int, int, int]]] = [  # (sample, from, to)
+        [(long, 0, 1), (short, 0, 1)],
+        [(short, 1, 2), (long, 1, 2)],
+        [(long, 2, 5), (short, 0, 2)],  # the short one begins anew
+        [(short, 2, 3), (long, 5, 6)],
+        [(short, 0, 1), (long, 6, 7)],
+    ]
+    worst = 0.0
+    for step in steps:
+        step = sorted(step, key=lambda part: part[2] - part[1] > 1)
+        batch = _batch(samples, tables, step, device)
+        want = torch.stack([samples[n].expected[end - 1] for n, _, end in step])
+        worst = max(worst, difference(model.logits(batch), want))
+    return worst
+
+
+def _batch(
+    samples: Sequence[_Sample],
+    tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    step: Sequence[tuple[int, int, int]],
+    device: torch.device,
+) -> Ragged:
+    batch = ragged(
+        [(samples[n].ids[start:end], start, tables[n][1], True) for n, start, end in step],
+        _BLOCK_SIZE,
+        device,
+    )
+    sources = []
+    for n, start, _ in step:
+        encoder_ids = samples[n].encoder_ids
+        ids = torch.tensor(encoder_ids, device=device) if start == 0 else None
+        sources.append(Source(len(encoder_ids), tables[n][0], ids))
+    return replace(batch, sources=sources)
