@@ -63,8 +63,9 @@ def test_one_rank_in_chunks_with_prefix_caching(workload: list[dict[str, Any]], 
 def test_two_ranks_in_a_tight_cache_and_memory_as_planned(
     workload: list[dict[str, Any]], scores: Scores
 ) -> None:
-    """Two ranks, chunks, no prefix cache, preemption; then what the ranks hold against the plan."""
-    with LLM("demo", tensor_parallel_size=2, enable_prefix_caching=False, **CHUNKS, **TIGHT) as llm:
+    """Two ranks, a step ahead, chunks, no prefix cache, preemption; then what they hold against the plan."""
+    options = {"tensor_parallel_size": 2, "enable_prefix_caching": False, "async_scheduling": True}
+    with LLM("demo", **options, **CHUNKS, **TIGHT) as llm:
         check(llm, workload, scores)
         assert llm.stats().preemptions_total > 0
         ranks = llm.info.ranks

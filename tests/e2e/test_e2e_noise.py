@@ -58,22 +58,26 @@ def alone(families_path: Path) -> Tokens:
         return [tokens(llm.generate([p], s))[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_a_batch_in_any_order_gives_what_each_request_gives_alone(
-    tp: int, alone: Tokens, families_path: Path
+    tp: int, ahead: bool, alone: Tokens, families_path: Path
 ) -> None:
     order = list(range(len(PROMPTS)))
     random.Random(tp).shuffle(order)
-    with engine(families_path, tensor_parallel_size=tp, max_num_batched_tokens=64) as llm:
+    options = {"tensor_parallel_size": tp, "async_scheduling": ahead, "max_num_batched_tokens": 64}
+    with engine(families_path, **options) as llm:
         got = tokens(llm.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order]))
     assert got == [alone[i] for i in order]
     distinct = {token for request in alone for branch in request for token in branch}
     assert len(distinct) > 50, "the tokens vary, so that equality means something"
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_preemption_changes_nothing(tp: int, alone: Tokens, families_path: Path) -> None:
-    with engine(families_path, tensor_parallel_size=tp, num_gpu_blocks_override=30) as llm:
+def test_a_preemption_changes_nothing(tp: int, ahead: bool, alone: Tokens, families_path: Path) -> None:
+    options = {"tensor_parallel_size": tp, "async_scheduling": ahead, "num_gpu_blocks_override": 30}
+    with engine(families_path, **options) as llm:
         got = tokens(llm.generate(PROMPTS, PARAMS))
         assert llm.stats().preemptions_total > 0
     assert got == alone

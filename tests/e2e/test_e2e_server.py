@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from support.programs import Server, are_gone, shared_memory, wait_until
@@ -178,6 +179,42 @@ def test_models_health_ready_and_metrics(server: Server, client: openai.OpenAI) 
     assert [model.id for model in client.models.list()] == ["demo"]
     for path in ("health", "ready", "metrics"):
         assert httpx.get(f"{server.url}/{path}").status_code == 200
+
+
+def test_nothing_but_the_http_port_listens_beyond_loopback(server: Server) -> None:
+    process = psutil.Process(server.process.pid)
+    listening = [
+        connection.laddr
+        for member in (process, *process.children(recursive=True))
+        for connection in member.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert server.port in {address.port for address in listening}
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_a_running_id_is_a_409_and_free_as_soon_as_its_client_has_left(server: Server) -> None:
+    headers = {"X-Request-Id": "e2e-1"}
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    url = f"{server.url}/v1/completions"
+    with httpx.Client(timeout=60, headers=headers) as client:
+        with client.stream("POST", url, json=body) as answer:
+            lines = answer.iter_lines()  # dropped, it would hang up at once
+            assert json.loads(next(lines).removeprefix("data: "))["id"] == "cmpl-e2e-1"
+            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 409
+        wait_until(lambda: gauge(server, "num_requests_running") == 0, 5, "the request is aborted")
+        again = client.post(url, json={**body, "stream": False, "max_tokens": 2})
+    assert again.status_code == 200 and again.headers["x-request-id"] == "e2e-1"
+
+
+def test_a_timeout_ends_the_request_and_frees_its_blocks(server: Server) -> None:
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "timeout": 0.3}
+    for stream in (False, True):
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": stream}, timeout=60)
+        assert answer.status_code in ((200, 504) if stream else (504,))
+        assert '"code":"request_timeout"' in answer.text
+    wait_until(lambda: gauge(server, "num_requests_running") == 0, 5, "both are gone")
+    assert gauge(server, "kv_cache_usage_perc") == 0
 
 
 def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:

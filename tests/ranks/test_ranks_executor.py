@@ -13,16 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.errors import CheckpointError, RankError, UsageError
+from shoal.device.cpu import usable_cores
+from shoal.errors import CheckpointError, EngineError, RankError, UsageError
 from shoal.messages import AllocateKV, StepResult
 from shoal.worker.executor import Executor, Load, ProcessExecutor
 from support import families
-from support.loads import make_load, make_step
+from support.loads import execute, make_load, make_step
 from support.programs import are_gone
 from support.threads import ThreadExecutor
 
 PAGES = AllocateKV(num_blocks=32, block_size=4)
 STEP_TIMEOUT_S = 3.0
+needs_cores = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or usable_cores() < max(2, len(os.sched_getaffinity(0))),
+    reason="nothing is pinned without affinity masks, on one core, or under a quota",
+)
 PROMPTS = families.prompts(2, 20, seed=8)
 
 
@@ -45,13 +50,16 @@ def start(load: Load) -> Iterator[ProcessExecutor]:
 
 @pytest.fixture(scope="module")
 def running(load: Load) -> Iterator[ProcessExecutor]:
-    """One group for the tests that can share it; the last of them ends it."""
+    """One group for all tests that want it as it is at first."""
     yield from start(load)
 
 
 @pytest.fixture
-def its_own(load: Load) -> Iterator[ProcessExecutor]:
-    yield from start(load)
+def living(running: ProcessExecutor) -> ProcessExecutor:
+    """The same, started anew if the test before has cost it its ranks."""
+    if not running._ranks:
+        running.reload()
+    return running
 
 
 def pids(executor: ProcessExecutor) -> list[psutil.Process]:
@@ -64,7 +72,7 @@ def run(executor: Executor, num_steps: int = 5) -> list[list[tuple[int, int, str
     tokens: Sequence[Sequence[int]] = PROMPTS
     starts = [0, 0]
     for number in range(num_steps):
-        result: StepResult = executor.execute(make_step(number, *zip(starts, tokens, strict=True)))
+        result: StepResult = execute(executor, make_step(number, *zip(starts, tokens, strict=True)))
         out.append([(token.sequence_id, token.token_id, token.error) for token in result.tokens])
         starts = [start + len(ids) for start, ids in zip(starts, tokens, strict=True)]
         ordered = sorted(result.tokens, key=lambda token: token.sequence_id)
@@ -72,14 +80,45 @@ def run(executor: Executor, num_steps: int = 5) -> list[list[tuple[int, int, str
     return out
 
 
-def test_processes_give_what_threads_give(load: Load, running: ProcessExecutor) -> None:
+def test_processes_give_what_threads_give_and_so_do_those_that_come_after_them(
+    load: Load, running: ProcessExecutor
+) -> None:
     threads = ThreadExecutor(load)
     threads.load(ignore)
     threads.allocate(PAGES)
     try:
-        assert [sorted(step) for step in run(running)] == [sorted(step) for step in run(threads)]
+        wanted = [sorted(step) for step in run(threads)]
+        assert [sorted(step) for step in run(running)] == wanted
+        pids(running)[0].kill()
+        with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
+            run(running)
+        running.reload()
+        assert [sorted(step) for step in run(running)] == wanted
     finally:
         threads.shutdown()
+
+
+@needs_cores
+def test_ranks_keep_to_cores_of_their_own(running: ProcessExecutor) -> None:
+    first, second = (os.sched_getaffinity(rank.pid) for rank in pids(running))
+    assert len(first) == len(second) == 1 and first != second
+
+
+@needs_cores
+@pytest.mark.parametrize("pinning", ["auto", "off"])
+def test_a_ranks_threads_have_a_core_each_unless_that_is_off(pinning: str, families_path: Path) -> None:
+    mine = os.sched_getaffinity(0)
+    folder = families.save("llama_9_3", families_path)
+    for executor in start(make_load(folder, 1, num_threads=2, cpu_pinning=pinning)):
+        rank = pids(executor)[0]
+        cores = [os.sched_getaffinity(thread.id) for thread in rank.threads()]
+        assert run(executor, 2)
+    own = sorted(mine)[-2:]
+    if pinning == "auto":
+        assert os.sched_getaffinity(0) == mine
+        assert {own[0]} in cores and {own[1]} in cores
+    else:
+        assert all(core == mine for core in cores)
 
 
 def test_a_killed_rank_is_noticed_within_a_second_and_its_peer_is_gone(running: ProcessExecutor) -> None:
@@ -100,12 +139,12 @@ def test_a_killed_rank_is_noticed_within_a_second_and_its_peer_is_gone(running: 
     assert are_gone(ranks)
 
 
-def test_a_rank_that_hangs_is_noticed_at_the_step_timeout_and_named(its_own: ProcessExecutor) -> None:
-    ranks = pids(its_own)
+def test_a_rank_that_hangs_is_noticed_at_the_step_timeout_and_named(living: ProcessExecutor) -> None:
+    ranks = pids(living)
     ranks[1].suspend()
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1 did not do its part") as caught:
-        run(its_own)
+        run(living)
     assert time.monotonic() - started < STEP_TIMEOUT_S + 0.5
     assert caught.value.rank == 1
     assert are_gone(ranks)
@@ -117,8 +156,8 @@ def test_wrong_input_seen_by_one_rank_only_is_raised_at_once(
     """The other rank waits for it in a collective, and would until the load timeout."""
     import shoal.worker.executor as module
 
-    def starts(load: Load, rendezvous: str) -> object:
-        first, second = make_starts(load, rendezvous)
+    def starts(load: Load, rendezvous: str, generation: int) -> object:
+        first, second = make_starts(load, rendezvous, generation)
         return [first, type(second)(**{**_fields(second), "model_path": str(damaged)})]
 
     make_starts = module.make_starts
@@ -151,3 +190,36 @@ def _noting(spawn: object, spawned: list[psutil.Process]) -> object:
         return process
 
     return noting
+
+
+def test_an_idle_rank_that_stops_is_noticed_within_the_step_timeout(living: ProcessExecutor) -> None:
+    living.check()
+    pids(living)[1].suspend()
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 did not answer") as caught:
+        while time.monotonic() - started < 2 * STEP_TIMEOUT_S:
+            living.check()
+            time.sleep(0.1)
+    assert time.monotonic() - started < STEP_TIMEOUT_S + 0.5
+    assert caught.value.rank == 1
+
+
+def test_a_start_under_way_can_be_interrupted(load: Load) -> None:
+    executor = ProcessExecutor(load)
+    pause = threading.Event()
+    ended: list[Exception] = []
+
+    def start() -> None:
+        try:
+            executor.load(ignore)
+        except EngineError as error:
+            ended.append(error)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    while not executor._ranks and starting.is_alive():
+        pause.wait(0.01)
+    executor.interrupt()
+    starting.join(10)
+    assert not starting.is_alive() and len(ended) == 1
+    executor.shutdown()

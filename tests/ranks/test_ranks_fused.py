@@ -10,7 +10,7 @@ import pytest
 from shoal.messages import AllocateKV, RankReport
 from shoal.worker.executor import Executor, ProcessExecutor
 from support import families
-from support.loads import make_load, make_step
+from support.loads import execute, make_load, make_step
 from support.threads import ThreadExecutor
 
 PAGES = AllocateKV(num_blocks=32, block_size=4)
@@ -30,7 +30,7 @@ def run(executor: Executor) -> tuple[list[RankReport], list[list[int]]]:
         reports = executor.load(ignore)
         executor.allocate(PAGES)
         for number in range(6):
-            result = executor.execute(make_step(number, *zip(starts, tokens, strict=True)))
+            result = execute(executor, make_step(number, *zip(starts, tokens, strict=True)))
             ordered = sorted(result.tokens, key=lambda token: token.sequence_id)
             assert [token.error for token in ordered] == [None, None]
             out.append([token.token_id for token in ordered])

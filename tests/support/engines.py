@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,18 @@ from shoal.checkpoint.progress import Report
 from shoal.engine.admission import Admission
 from shoal.engine.core import EngineCore
 from shoal.engine.protocol import EngineInfo
+from shoal.engine.supervisor import RestartPolicy
 from shoal.engine.text import Tokenizer
-from shoal.messages import AllocateKV, RankReady, RankReport, SequenceStep, Step, StepResult, TokenResult
+from shoal.messages import (
+    PLACEHOLDER_ID,
+    AllocateKV,
+    RankReady,
+    RankReport,
+    SequenceStep,
+    Step,
+    StepResult,
+    TokenResult,
+)
 from shoal.messages import unpack_ids as ids_of
 from shoal.sched.scheduler import Scheduler
 
@@ -46,10 +57,16 @@ class CountingExecutor:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.events: list[tuple[str, int]] = []  # ("submit" or "collect", step id)
+        self._submitted: deque[Step] = deque()
+        self._sampled: dict[int, int] = {}  # by the last step
         self.before: Callable[[], None] = lambda: None  # called in every step: to wait or to raise in
         self.death: Exception | None = None  # what a look between steps finds
         self.num_shutdowns = 0
         self.is_interruptible = False
+        self.is_replaceable = True
+        self.num_loads = 0  # after failures
+        self.at_load: Callable[[], None] = lambda: None  # called in every one: to wait or to raise in
 
     def load(self, report: Report) -> list[RankReport]:
         return []
@@ -57,23 +74,41 @@ class CountingExecutor:
     def allocate(self, message: AllocateKV) -> list[RankReady]:
         return []
 
-    def execute(self, step: Step) -> StepResult:
+    def reload(self) -> None:
+        self.num_loads += 1
+        self._submitted.clear()
+        self.at_load()
+
+    def submit(self, step: Step) -> None:
+        self.events.append(("submit", step.step_id))
+        self._submitted.append(step)
+
+    def collect(self) -> StepResult:
+        step = self._submitted.popleft()
+        self.events.append(("collect", step.step_id))
         self.steps.append(step)
         self.before()
-        tokens = tuple(_next(sequence) for sequence in step.sequences if sequence.sampling is not None)
+        sampling = [sequence for sequence in step.sequences if sequence.sampling is not None]
+        tokens = tuple(_next(sequence, self._sampled) for sequence in sampling)
+        self._sampled = {token.sequence_id: token.token_id for token in tokens}
         return StepResult(step_id=step.step_id, tokens=tokens)
 
     def check(self) -> None:
         if self.death is not None:
             raise self.death
 
+    def interrupt(self) -> None:
+        """Nothing here takes long."""
+
     def shutdown(self) -> None:
         self.num_shutdowns += 1
 
 
-def _next(sequence: SequenceStep) -> TokenResult:
+def _next(sequence: SequenceStep, sampled: dict[int, int]) -> TokenResult:
     assert sequence.sampling is not None
     last = ids_of(sequence.token_ids)[-1]
+    if last == PLACEHOLDER_ID:
+        last = max(sampled[sequence.sequence_id], 0)
     if last == FAILS:
         return TokenResult(sequence_id=sequence.sequence_id, error="logits are not finite")
     token = (last + 1 + sequence.sampling.branch) % VOCABULARY
@@ -112,6 +147,8 @@ def make_core(
     has_tokenizer: bool = True,
     max_num_seqs: int = 8,
     max_num_queued_requests: int | None = None,
+    steps_in_flight: int = 1,
+    restarts: RestartPolicy | None = None,
 ) -> EngineCore:
     """A core whose sequences hold up to 64 tokens."""
     info = EngineInfo(
@@ -135,4 +172,6 @@ def make_core(
     inner = (backend or LetterBackend()) if has_tokenizer else None
     tokenizer = Tokenizer(inner, vocab_size=VOCABULARY)
     admission = Admission(VOCABULARY, frozenset({EOS}), {}, seed=0, replica_index=0)
-    return EngineCore(executor or CountingExecutor(), scheduler, tokenizer, admission, info)
+    return EngineCore(
+        executor or CountingExecutor(), scheduler, tokenizer, admission, info, steps_in_flight, restarts
+    )

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import make_config
-from shoal.messages import SamplingSpec, SequenceStep, Step, pack_ids
+from shoal.messages import SamplingSpec, SequenceStep, Step, StepResult, pack_ids
 from shoal.model.build import causal_class, load_config
 from shoal.prove.prove import plan_and_prove
-from shoal.worker.executor import Load
+from shoal.worker.executor import Executor, Load
 
 GREEDY = SamplingSpec(temperature=0.0)
 
@@ -30,7 +30,7 @@ def make_load(folder: Path, ranks: int, plans: Path | None = None, **options: An
         plan=plan.to_dict(),
         world_size=ranks,
         load_timeout_s=config.load_timeout,
-        step_timeout_s=config.step_timeout,
+        step_timeout_s=config.least_step_timeout_s,
     )
 
 
@@ -49,3 +49,9 @@ def make_step(step_id: int, *sequences: tuple[int, Sequence[int]], block_size: i
             for index, (start, ids) in enumerate(sequences)
         ),
     )
+
+
+def execute(executor: Executor, step: Step) -> StepResult:
+    """One step, waited for."""
+    executor.submit(step)
+    return executor.collect()

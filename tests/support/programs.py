@@ -46,7 +46,9 @@ def status_of(url: str) -> int:
 class Server:
     """``shoal serve`` with some arguments, ready when constructed."""
 
-    def __init__(self, *arguments: str, log: Path, timeout_s: float = 240) -> None:
+    def __init__(
+        self, *arguments: str, log: Path, timeout_s: float = 240, env: dict[str, str] | None = None
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -55,6 +57,7 @@ class Server:
                 [sys.executable, "-m", "shoal", "serve", *arguments, "--port", str(self.port)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                env=env,
             )
         wait_until(self._is_up, timeout_s, f"{self.url}/ready")
 
@@ -65,13 +68,20 @@ class Server:
     def ranks(self) -> list[psutil.Process]:
         """The rank processes it started."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "shoal.worker" in " ".join(child.cmdline())]
+        return [child for child in children if _is_rank(child)]
 
     def stop(self, timeout_s: float = 60) -> int:
         """SIGTERM; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return "shoal.worker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:

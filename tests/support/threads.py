@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,13 +19,16 @@ Result = TypeVar("Result")
 class ThreadExecutor:
     """An executor (see :class:`shoal.worker.executor.Executor`) whose ranks are threads."""
 
+    computes_apart = True  # so that tests may run steps ahead
     is_interruptible = False
+    is_replaceable = False
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._group = SimulatedGroup(load.world_size, timeout_s=120)
         self._workers = [RankWorker(self._group.comm(rank)) for rank in range(load.world_size)]
         self._pool = ThreadPoolExecutor(load.world_size)
+        self._submitted: deque[Step] = deque()
 
     def load(self, report: Report) -> list[RankReport]:
         starts = make_starts(self._load, "")
@@ -33,11 +37,21 @@ class ThreadExecutor:
     def allocate(self, message: AllocateKV) -> list[RankReady]:
         return self._on_all(lambda worker, _: worker.allocate(message))
 
-    def execute(self, step: Step) -> StepResult:
+    def reload(self) -> None:
+        raise NotImplementedError
+
+    def submit(self, step: Step) -> None:
+        self._submitted.append(step)
+
+    def collect(self) -> StepResult:
+        step = self._submitted.popleft()
         return self._on_all(lambda worker, _: worker.execute(step))[0]
 
     def check(self) -> None:
         """Threads do not die."""
+
+    def interrupt(self) -> None:
+        """They load to the end."""
 
     def shutdown(self) -> None:
         for worker in self._workers:

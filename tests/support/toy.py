@@ -12,6 +12,7 @@ import torch
 
 from shoal.config import EngineConfig
 from shoal.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from shoal.engine.protocol import EngineInfo
 from shoal.errors import EngineError
 from shoal.sampling.noise import exponential, row_key
 from shoal.sampling_params import SamplingParams
@@ -33,6 +34,23 @@ class ToyEngine:
         self._calls = calls if calls is not None else []
         self._name = name
         self.is_shut_down = False
+        self.notes: tuple[str, ...] = ()
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model="toy",
+            architecture="Toy",
+            max_model_len=4096,
+            tensor_parallel_size=1,
+            num_blocks=1,
+            block_size=16,
+            attention="none",
+            dtype="float32",
+            device="cpu",
+            ranks=({"weight_bytes": 4 * VOCABULARY**2, "kv_bytes_per_token": 8},),
+            notes=self.notes,
+        )
 
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: Sequence[SamplingParams]
@@ -84,6 +102,7 @@ class Toys:
         self.opened: list[EngineConfig] = []
         self.engines: list[ToyEngine] = []
         self.most: int | None = None  # engines; one more fails
+        self.notes: tuple[str, ...] = ()  # what every engine says of itself
 
     def __call__(self, config: EngineConfig) -> ToyEngine:
         if len(self.opened) == self.most:
@@ -91,6 +110,7 @@ class Toys:
         self.opened.append(config)
         size = config.tensor_parallel_size
         self.engines.append(ToyEngine(self.tables[size], self.calls, f"-tp {size}"))
+        self.engines[-1].notes = self.notes
         return self.engines[-1]
 
 

@@ -40,3 +40,27 @@ def test_an_explicit_do_sample_false_means_greedy_unless_a_temperature_is_asked_
 
 def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("num_beams", {"num_beams": 0}),
+        ("num_beams", {"num_beams": 2.0}),
+        ("length_penalty", {"length_penalty": float("inf")}),
+        ("early_stopping", {"early_stopping": "always"}),
+        ("n", {"num_beams": 2, "n": 3}),
+        ("temperature", {"num_beams": 2, "temperature": 0.5}),
+        ("stop", {"num_beams": 2, "stop": "."}),
+        ("logprobs", {"num_beams": 2, "logprobs": 1}),
+        ("forced_bos_token_id", {"forced_bos_token_id": -1}),
+    ],
+)
+def test_what_a_search_cannot_do_is_refused_by_name(field: str, values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^{field}: ") as caught:
+        SamplingParams(**values)
+    assert caught.value.field == field
+
+
+def test_beams_are_greedy_whatever_the_model_is_used_with() -> None:
+    assert SamplingParams(num_beams=2).with_defaults({"temperature": 0.7}).temperature == 0.0

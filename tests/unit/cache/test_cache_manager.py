@@ -199,3 +199,21 @@ def test_tokens_appended_later_are_registered_as_they_are_computed():
     assert manager.grow(blocks, 4)
     manager.commit(blocks, 4)
     assert manager.lookup(sequence(1, 2, 3, 4, 5)).num_tokens == 4
+
+
+def test_a_sequence_is_let_in_only_with_a_slot_for_its_state():
+    """Each holder has one of its own, and gives it back with its blocks."""
+    manager = CacheManager(8, 2, enable_prefix_caching=False, num_slots=2)
+    first, second, third = sequence(1), sequence(2), sequence(3)
+    admit(manager, first)
+    admit(manager, second)
+    assert {first.slot, second.slot} == {0, 1}
+    assert not manager.admit(third, manager.lookup(third), 1)
+    assert third.slot == -1 and manager.num_free == 6
+    manager.free(first)
+    assert first.slot == -1
+    admit(manager, third)
+    manager.check_integrity([second, third])
+    manager.reset()
+    assert second.slot == third.slot == -1
+    manager.check_integrity([])

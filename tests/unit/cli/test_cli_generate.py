@@ -151,6 +151,17 @@ def test_sampling_flags_reach_the_engine(run, llm):
     assert params.seed is None and llm.config.seed == 3
 
 
+@pytest.mark.parametrize(("flag", "value"), [("on", True), ("off", False), ("never", "never")])
+def test_a_search_can_be_asked_for(run, llm, flag, value):
+    run(
+        "generate", "demo", "-p", "a", "--num-beams", "4", "--n", "2", "--length-penalty", "0.5",
+        "--early-stopping", flag, "--forced-bos-token-id", "7",
+    )  # fmt: skip
+    [(_, _, [params])] = llm.calls
+    assert (params.num_beams, params.n, params.length_penalty, params.early_stopping) == (4, 2, 0.5, value)
+    assert params.forced_bos_token_id == 7
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

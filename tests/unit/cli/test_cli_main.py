@@ -100,7 +100,9 @@ def test_serve_has_the_documented_flags():
     }
     documented = (
         "--tensor-parallel-size", "-tp", "--executor", "--device", "--dtype", "--attn-implementation",
-        "--comm", "--cpu-kernels", "--quantization", "--num-threads",
+        "--comm", "--way", "--cpu-kernels", "--quantization", "--num-threads", "--cpu-pinning",
+        "--async-scheduling",
+        "--no-async-scheduling",
         "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens",
         "--gpu-memory-utilization", "--memory-utilization", "--kv-cache-memory-bytes",
         "--num-gpu-blocks-override", "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.cli.options import QUEUE
 from shoal.config import EngineConfig
 
 
@@ -33,8 +34,8 @@ def yaml_file(tmp_path):
     return write
 
 
-def test_without_options_the_defaults_are_engine_configs(configured):
-    assert configured("demo") == (EngineConfig(model="demo"), {})
+def test_without_options_the_defaults_are_engine_configs_and_the_queue_is_bounded(configured):
+    assert configured("demo") == (EngineConfig(model="demo", **QUEUE), {})
 
 
 def test_without_a_model_demo_is_served_and_said(run, monkeypatch):
@@ -48,22 +49,27 @@ def test_every_flag_reaches_the_config(configured):
     config, options = configured(
         "demo", "-tp", "2", "--executor", "processes", "--device", "cpu", "--dtype", "bfloat16",
         "--attn-implementation", "sdpa", "--num-threads", "3", "--max-model-len", "64", "--max-num-seqs", "4",
-        "--comm", "gloo", "--cpu-kernels", "off", "--quantization", "int8",
+        "--no-async-scheduling", "--cpu-pinning", "off", "--comm", "gloo",
+        "--cpu-kernels", "off", "--quantization", "int8", "--compile", "--way", "paged",
         "--max-num-batched-tokens", "32", "--memory-utilization", "0.5", "--kv-cache-memory-bytes", "1000",
         "--num-gpu-blocks-override", "9", "--block-size", "8", "--no-enable-prefix-caching", "--seed", "5",
-        "--trust-remote-code", "--revision", "main", "--max-num-queued-requests", "6", "--step-timeout", "7",
+        "--trust-remote-code", "--revision", "main", "--max-num-queued-requests", "6",
+        "--max-num-queued-tokens", "60", "--max-connections", "50", "--max-body-bytes", "500",
+        "--step-timeout", "7",
         "--served-model-name", "a", "--served-model-name", "b", "--port", "1234",
     )  # fmt: skip
     assert config == EngineConfig(
         model="demo", tensor_parallel_size=2, executor="processes", device="cpu", dtype="bfloat16",
-        attn_implementation="sdpa", comm="gloo", cpu_kernels="off", quantization="int8",
-        num_threads=3, max_model_len=64, max_num_seqs=4,
+        attn_implementation="sdpa", comm="gloo", cpu_kernels="off", quantization="int8", compile=True,
+        way="paged",
+        num_threads=3, async_scheduling=False, cpu_pinning="off", max_model_len=64, max_num_seqs=4,
         max_num_batched_tokens=32, gpu_memory_utilization=0.5, kv_cache_memory_bytes=1000,
         num_gpu_blocks_override=9, block_size=8,
         enable_prefix_caching=False, seed=5, trust_remote_code=True, revision="main",
-        max_num_queued_requests=6, step_timeout=7,
+        max_num_queued_requests=6, max_num_queued_tokens=60, step_timeout=7,
     )  # fmt: skip
     assert (options["served_model_name"], options["port"]) == (["a", "b"], 1234)
+    assert (options["max_connections"], options["max_body_bytes"]) == (50, 500)
 
 
 def test_command_line_wins_over_environment_over_file_over_default(configured, yaml_file, monkeypatch):
@@ -93,7 +99,7 @@ def test_a_config_file_may_hold_every_kind_of_value(configured, yaml_file):
     config, options = configured("--config", path)
     assert config == EngineConfig(
         model="org/model", max_model_len=64, gpu_memory_utilization=0.5, enable_prefix_caching=False,
-        trust_remote_code=True, dtype="float16",
+        trust_remote_code=True, dtype="float16", **QUEUE,
     )  # fmt: skip
     assert options["served_model_name"] == ["a", "b"]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.cli.plan import as_text
 from shoal.cli.plan_report import ModelFacts, plan_report
+from shoal.model.foresee import Foreseen
 from shoal.plan.types import KeyValueHeads, Plan, Region, Split
 from shoal.shard.layers import RowLinear
 from support.planner import opt
@@ -199,3 +200,17 @@ def test_a_policy_file_is_followed_or_refused(run, folder, tmp_path):
     policy.write_text("OPTDecoderLayer: [fc3]\n")
     ended = run("plan", name, "-tp", "2", "--policy", str(policy))
     assert ended.status == 2 and "'fc3' names no linear" in ended.err
+
+
+def test_the_way_a_model_will_be_served_is_said_with_its_cost():
+    foreseen = Foreseen("recompute", "every token costs a pass", ("not paged: so",))
+    report = plan_report(PLAN, Tiny(), dataclasses.replace(FACTS, way=foreseen))
+    assert report["way"] == {
+        "way": "recompute",
+        "cost": "every token costs a pass",
+        "reasons": ("not paged: so",),
+    }
+    assert "served the recompute way: every token costs a pass" in as_text(report)
+    none = plan_report(PLAN, Tiny(), dataclasses.replace(FACTS, way=Foreseen("none", "", ("not paged: so",))))
+    assert "cannot be served: not paged: so" in as_text(none)
+    assert plan_report(PLAN, Tiny(), FACTS)["way"] is None

@@ -8,7 +8,9 @@ import pytest
 
 from shoal.engine.core import EngineCore
 from shoal.engine.results import Collector
-from shoal.errors import QueueFullError, RankError, RequestError
+from shoal.engine.supervisor import RestartPolicy
+from shoal.errors import EngineDeadError, QueueFullError, RankError, RankMemoryError, RequestError
+from shoal.messages import PLACEHOLDER_ID, StepResult, unpack_ids
 from shoal.sampling_params import SamplingParams
 from support.engines import CountingExecutor, LetterBackend, make_core
 
@@ -134,7 +136,7 @@ def test_an_aborted_request_is_not_heard_of_again() -> None:
     assert core.stats().kv_cache_usage == 0
 
 
-def test_dead_ranks_are_the_callers_matter() -> None:
+def test_ranks_that_die_too_often_are_the_callers_matter() -> None:
     executor = CountingExecutor()
     core = make_core(executor)
     core.submit("r", ids("a"), SamplingParams())
@@ -143,9 +145,56 @@ def test_dead_ranks_are_the_callers_matter() -> None:
         raise RankError("rank 1 was killed by signal 9", 1)
 
     executor.before = die
-    with pytest.raises(RankError, match="signal 9"):
+    with pytest.raises(EngineDeadError, match="signal 9"):
         core.step()
     assert core.has_work
+
+
+def test_the_next_step_is_on_its_way_before_the_last_one_is_answered() -> None:
+    executor = CountingExecutor()
+    core = make_core(executor, steps_in_flight=2)
+    core.submit("r", ids("a"), SamplingParams(max_tokens=4))
+    assert core.step()[0].outputs[0].text == "b"
+    assert executor.events == [("submit", 0), ("submit", 1), ("collect", 0)]
+    assert core.step()[0].outputs[0].text == "c"
+    assert executor.events[3:] == [("submit", 2), ("collect", 1)]
+
+
+def test_who_has_ended_is_not_heard_of_again_and_its_last_step_is_still_taken_in() -> None:
+    """By a token, by a stop string, by an abort: the step in flight is answered, to nobody."""
+    for prompt, params, aborts in (
+        ("y", SamplingParams(), False),
+        ("a", SamplingParams(stop="b"), False),
+        ("a", SamplingParams(), True),
+    ):
+        core = make_core(steps_in_flight=2)
+        core.submit("r", ids(prompt), params)
+        (delta,) = core.step()
+        assert delta.finished != aborts
+        if aborts:
+            core.abort("r")
+        assert core.has_work and core.stats().kv_cache_usage > 0
+        assert core.step() == []
+        assert not core.has_work and core.stats().kv_cache_usage == 0
+
+
+def test_a_step_ahead_changes_no_answer() -> None:
+    """Ends of every kind, more requests than seats, and one that fails."""
+    requests = {
+        "eos": ("v", SamplingParams(max_tokens=30)),
+        "stop": ("a", SamplingParams(n=3, max_tokens=20, stop=["d", "gi"])),
+        "ids": ("b", SamplingParams(max_tokens=20, stop_token_ids=[ord("h")], min_tokens=4)),
+        "length": ("abcdefgh" * 5, SamplingParams(max_tokens=7, logprobs=1, presence_penalty=1.0)),
+        "bad": ("?", SamplingParams(max_tokens=5)),
+        "one": ("c", SamplingParams(n=2, max_tokens=1)),
+    }
+    answers = []
+    for steps_in_flight in (1, 2):
+        core = make_core(max_num_seqs=3, steps_in_flight=steps_in_flight)
+        done = run(core, **requests)
+        answers.append({name: collector.final() for name, collector in done.items()})
+        assert core.stats().kv_cache_usage == 0
+    assert answers[0] == answers[1]
 
 
 def test_counters_count() -> None:
@@ -156,3 +205,105 @@ def test_counters_count() -> None:
     assert (stats.prompt_tokens_total, stats.generation_tokens_total, stats.steps_total) == (16, 6, 6)
     assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (16, 4)
     assert (stats.num_running, stats.num_waiting, stats.requests_total) == (0, 0, {"length": 2})
+
+
+POISON = ord("!")
+
+
+class Mortal(CountingExecutor):
+    """Its ranks do not survive a step that computes ``POISON``."""
+
+    def collect(self) -> StepResult:
+        for sequence in self._submitted[0].sequences:
+            computed = unpack_ids(sequence.token_ids)
+            if PLACEHOLDER_ID in computed:
+                computed.append(self._sampled[sequence.sequence_id])
+            if POISON in computed:
+                raise RankError("rank 0: ValueError: no such letter", 0)
+        return super().collect()
+
+
+def run_on(core: EngineCore, **requests: tuple[str, SamplingParams]) -> dict[str, Collector]:
+    """As ``run``, through restarts."""
+    collectors = {}
+    for request_id, (prompt, params) in requests.items():
+        core.submit(request_id, ids(prompt), params)
+        collectors[request_id] = Collector(request_id, prompt, ids(prompt), params)
+    while core.has_work:
+        core.supervisor.wait(10)
+        core.check()
+        for delta in core.step():
+            collectors[delta.request_id].push(delta)
+        core.check_integrity()
+    return collectors
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("poison", ["ab!", "\x1e"])  # in its prompt; in its third token
+def test_a_request_that_ranks_do_not_survive_is_failed_alone(poison: str, steps_in_flight: int) -> None:
+    executor = Mortal()
+    core = make_core(executor, steps_in_flight=steps_in_flight, restarts=RestartPolicy(2))
+    good = {letter: (letter, SamplingParams(max_tokens=9, n=2)) for letter in "ABCDEF"}
+    done = run_on(core, bad=(poison, SamplingParams(max_tokens=9, n=2)), **good)
+    for branch in done.pop("bad").final().outputs:
+        assert branch.finish_reason == "error" and "no such letter" in (branch.error or "")
+    assert {name: texts(collector) for name, collector in done.items()} == {
+        name: texts(collector) for name, collector in run(make_core(), **good).items()
+    }
+    assert core.stats().requests_total == {"error": 2, "length": 12}
+    assert core.stats().kv_cache_usage == 0
+    assert executor.num_loads <= 6
+
+
+def test_two_such_requests_are_both_found() -> None:
+    core = make_core(Mortal(), restarts=RestartPolicy(4))
+    params = SamplingParams(max_tokens=3)
+    done = run_on(core, x=("x!", params), a=("a", params), y=("y!", params), b=("b", params))
+    assert [texts(done[name])[0][1] for name in "xayb"] == ["error", "length", "error", "length"]
+
+
+def test_ranks_that_survive_nobody_are_not_the_requests_fault() -> None:
+    core = make_core(Mortal(), restarts=RestartPolicy(3))
+    params = SamplingParams(max_tokens=3)
+    with pytest.raises(EngineDeadError, match="max_restarts"):
+        run_on(core, **{name: (f"{name}!", params) for name in "abcd"})
+
+
+def test_a_step_that_takes_too_much_memory_is_made_smaller_and_tried_again() -> None:
+    class Small(CountingExecutor):
+        """Its ranks have memory for so many tokens."""
+
+        room = 20
+
+        def collect(self) -> StepResult:
+            if sum(len(unpack_ids(s.token_ids)) for s in self._submitted[0].sequences) > self.room:
+                raise RankMemoryError("rank 0: MemoryError", 0)
+            return super().collect()
+
+    executor = Small()
+    core = make_core(executor)
+    prompt = "abcdefgh" * 4
+    done = run_on(core, r=(prompt, SamplingParams(max_tokens=2)))
+    assert texts(done["r"]) == [("ij", "length")]
+    assert [len(unpack_ids(step.sequences[0].token_ids)) for step in executor.steps] == [16, 16, 1]
+    executor.room = 0
+    core.submit("r", ids("a"), SamplingParams())
+    assert core.step() == []
+    core.supervisor.wait(10)
+    core.check()
+    with pytest.raises(EngineDeadError, match="MemoryError"):
+        core.step()
+
+
+def test_when_the_suspect_on_trial_is_aborted_the_others_run_again() -> None:
+    core = make_core(Mortal(), restarts=RestartPolicy(9))
+    params = SamplingParams(max_tokens=3)
+    core.submit("bad", ids("!"), params)
+    core.submit("good", ids("a"), params)
+    for _ in range(2):
+        core.step()
+        core.supervisor.wait(10)
+        core.check()
+    core.abort("bad")
+    tokens = [delta.outputs[0].token_ids for _ in range(3) for delta in core.step()]
+    assert tokens == [[98], [99], [100]] and not core.has_work

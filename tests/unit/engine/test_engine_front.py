@@ -11,7 +11,7 @@ import pytest
 
 import shoal.engine.front as front
 from shoal.engine.front import AsyncLLM
-from shoal.errors import EngineDeadError, QueueFullError, RankError, RequestError
+from shoal.errors import EngineDeadError, EngineError, QueueFullError, RankError, RequestError
 from shoal.sampling_params import SamplingParams
 from support.engines import CountingExecutor, Gate, make_core
 
@@ -28,7 +28,7 @@ def executor() -> CountingExecutor:
 def open_engine(executor: CountingExecutor, monkeypatch: pytest.MonkeyPatch) -> Open:
     def opened(**limits: int) -> AsyncLLM:
         monkeypatch.setattr(front, "launch", lambda config, progress=False: make_core(executor, **limits))
-        return AsyncLLM("letters")
+        return AsyncLLM("letters", max_num_queued_requests=limits.get("max_num_queued_requests"))
 
     return opened
 
@@ -100,6 +100,112 @@ def test_refusals_come_at_the_first_step_of_the_iterator(
         with pytest.raises(QueueFullError):
             await refused
         assert await running == await waiting == "BCDEFGHIJKLMNOPQRSTU"
+        await engine.shutdown()
+
+    run(test)
+
+
+def test_a_full_queue_is_known_before_a_prompt_is_read_and_says_when_to_come_again(
+    open_engine: Open, executor: CountingExecutor
+) -> None:
+    async def test() -> None:
+        engine = open_engine(max_num_seqs=1, max_num_queued_requests=1)
+        engine.require_room()
+        gate = executor.before = Gate()
+        running = asyncio.ensure_future(text_of(engine, "A", LONG))
+        await asyncio.to_thread(gate.wait_entered)
+        waiting, refused = (asyncio.ensure_future(text_of(engine, "A", LONG)) for _ in range(2))
+        await asyncio.sleep(0)
+        executor.before = second = Gate()
+        gate.open()
+        await asyncio.to_thread(second.wait_entered)
+        with pytest.raises(QueueFullError, match="max_num_queued_requests is 1") as early:
+            engine.require_room()
+        assert early.value.retry_after_s == 1.0  # nothing is known of its pace yet
+        second.open()
+        with pytest.raises(QueueFullError):
+            await refused
+        await asyncio.gather(running, waiting)
+        engine.require_room()
+        await engine.shutdown()
+
+    run(test)
+
+
+@pytest.mark.parametrize("prompt", ["a" * 65, [97] * 65, {"prompt_token_ids": [97] * 65}])
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
+    open_engine: Open, prompt: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        engine = open_engine()
+        monkeypatch.setattr(engine, "_tokenizer", None)
+        with pytest.raises(RequestError, match=r"has 65 (characters|tokens).* shorten it"):
+            await anext(aiter(engine.stream(prompt, LONG)))  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="messages: has 66 characters") as refused:
+            engine.render_chat([{"role": "user", "content": "a" * 33}] * 2)
+        assert refused.value.field == "messages"
+        await engine.shutdown()
+
+    run(test)
+
+
+def test_a_reader_that_stops_reading_loses_its_request_and_nobody_elses(
+    open_engine: Open, executor: CountingExecutor
+) -> None:
+    async def test() -> None:
+        engine = open_engine()
+        steps = threading.Semaphore(1)
+        executor.before = lambda: void(steps.acquire(timeout=10))
+        slow = engine.stream("A", LONG, max_unread=4)
+        assert (await anext(slow)).outputs[0].text == "B"
+        steps.release(1000)
+        assert await text_of(engine, "a", LONG) == "bcdefghijklmnopqrstu"
+        with pytest.raises(EngineError, match="left 4 parts"):
+            await anext(slow)
+        patient = engine.stream("A", LONG)
+        assert (await anext(patient)).outputs[0].text == "B"
+        assert await text_of(engine, "a", LONG) == "bcdefghijklmnopqrstu"
+        assert "".join([delta.outputs[0].text async for delta in patient]) == "CDEFGHIJKLMNOPQRSTU"
+        assert engine.stats().num_running == 0 and engine.stats().kv_cache_usage == 0
+        await engine.shutdown()
+
+    run(test)
+
+
+def test_an_id_is_refused_while_it_runs_and_free_as_soon_as_it_was_aborted(
+    open_engine: Open, executor: CountingExecutor
+) -> None:
+    async def test() -> None:
+        engine = open_engine()
+        steps = threading.Semaphore(3)
+        executor.before = lambda: void(steps.acquire(timeout=10))
+        first = engine.stream("a", LONG, "same")
+        await anext(first)
+        with pytest.raises(RequestError, match="'same' is still being served"):
+            await anext(aiter(engine.stream("A", LONG, "same")))
+        await first.aclose()
+        steps.release(1000)
+        again = [delta.outputs[0].text async for delta in engine.stream("A", LONG, "same")]
+        assert "".join(again) == "BCDEFGHIJKLMNOPQRSTU"
+        await engine.shutdown()
+
+    run(test)
+
+
+def test_aborts_that_race_with_the_end_leave_nothing_behind(
+    open_engine: Open, executor: CountingExecutor
+) -> None:
+    async def test() -> None:
+        engine = open_engine()
+        for number in range(60):
+            stream = engine.stream("a", SamplingParams(max_tokens=3), "same")
+            for _ in range(number % 4):  # before the first token, between tokens, at and after the end
+                if (await anext(stream)).finished:
+                    break
+            await stream.aclose()
+        assert await text_of(engine, "a", SamplingParams(max_tokens=3)) == "bcd"
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
         await engine.shutdown()
 
     run(test)
@@ -180,6 +286,7 @@ def test_dead_ranks_end_every_stream_with_the_cause(open_engine: Open, executor:
             with pytest.raises(EngineDeadError, match="signal 9"):
                 await text_of(engine, "a", LONG)
         assert not engine.is_ready and not engine.is_alive
+        assert "signal 9" in await engine.died()
         await engine.shutdown()
 
     run(test)

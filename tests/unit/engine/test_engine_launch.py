@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import shoal.engine.launch as module
 from shoal.config import make_config
-from shoal.engine.launch import _num_blocks, launch
+from shoal.device.base import Device
+from shoal.engine.capacity import capacity_of
+from shoal.engine.launch import launch
 from shoal.engine.llm import LLM
 from shoal.errors import ConfigError, RankError, RequestError, UsageError
 from shoal.messages import AllocateKV, RankReady, RankReport
 from shoal.sampling_params import SamplingParams
+from shoal.worker.executor import Executor
 from support import families
 
 PROMPTS = families.prompts(4, 12, seed=2)
@@ -69,7 +73,7 @@ def test_more_length_than_the_model_was_made_for_is_refused(families_path: Path)
     assert caught.value.field == "max_model_len"
 
 
-def report(rank: int, per_token: int, budget: int) -> RankReport:
+def report(rank: int, per_token: int, budget: int, **further: Any) -> RankReport:
     return RankReport(
         rank=rank,
         weight_bytes=0,
@@ -77,11 +81,13 @@ def report(rank: int, per_token: int, budget: int) -> RankReport:
         load_s=0,
         kv_bytes_per_token=per_token,
         kv_budget_bytes=budget,
+        **further,
     )
 
 
 def blocks(*reports: RankReport, **options: Any) -> int:
-    return _num_blocks(make_config(model="m", block_size=10, max_num_seqs=4, **options), reports, length=95)
+    config = make_config(model="m", block_size=10, max_num_seqs=4, **options)
+    return capacity_of(config, reports, length=95).num_blocks
 
 
 def test_the_poorest_rank_counts_and_no_more_is_taken_than_can_be_used() -> None:
@@ -98,6 +104,25 @@ def test_a_rank_without_kv_heads_bounds_nothing() -> None:
 def test_too_little_memory_is_refused_with_the_rank_and_the_figures() -> None:
     with pytest.raises(ConfigError, match="rank 1 has 39 bytes for KV pages, a block takes 40"):
         blocks(report(0, 8, 800), report(1, 4, 39))
+
+
+def test_states_get_what_they_need_and_at_most_half_of_what_keys_and_values_share() -> None:
+    config = make_config(model="m", block_size=10, max_num_seqs=4)
+    ample = capacity_of(config, [report(0, 8, 1 << 20, state_bytes=100, way="state")], 95)
+    assert (ample.num_slots, ample.num_blocks) == (4, 40)
+    tight = capacity_of(config, [report(0, 8, 500, state_bytes=100, way="state")], 95)
+    assert (tight.num_slots, tight.num_blocks, tight.max_model_len) == (2, 3, 30)
+    alone = capacity_of(config, [report(0, 0, 350, state_bytes=100, way="state")], 95)
+    assert (alone.num_slots, alone.max_model_len) == (3, 95)
+    with pytest.raises(ConfigError, match="too few for the 100 that one sequence's state takes"):
+        capacity_of(config, [report(0, 0, 99, state_bytes=100, way="state")], 95)
+
+
+def test_where_nothing_is_kept_a_step_holds_the_longest_sequence(caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(model="m", max_num_batched_tokens=64)
+    fits = capacity_of(config, [report(0, 0, 0, way="recompute")], 95)
+    assert (fits.keeps_kv, fits.max_num_batched_tokens) == (False, 95)
+    assert "max_num_batched_tokens is 95, not 64" in caplog.text
 
 
 class FailingExecutor:
@@ -142,6 +167,35 @@ def test_a_failing_start_stops_the_ranks(
 def test_pages_that_do_not_fit_the_machine_are_an_error_of_the_rank(families_path: Path) -> None:
     with pytest.raises(RankError, match="rank 0: making 100000000000 KV blocks"):
         engine(families_path, "llama_9_3", num_gpu_blocks_override=10**11)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "computes_apart", "is_ahead"),
+    [
+        ({"num_threads": 1}, "cpu", True, True),
+        ({"num_threads": 2}, "cpu", True, False),
+        ({"num_threads": 2}, "cuda", True, True),
+        ({"num_threads": 2, "async_scheduling": True}, "cpu", True, True),
+        ({"num_threads": 1, "async_scheduling": False}, "cpu", True, False),
+        ({"num_threads": 1, "async_scheduling": True}, "cuda", False, False),
+    ],
+)
+def test_steps_are_handed_out_ahead_where_that_is_asked_for_or_a_core_is_free(
+    options: dict[str, Any],
+    device: str,
+    computes_apart: bool,
+    is_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks on four cores; never where the rank computes on the engine's own thread."""
+    monkeypatch.setattr(module, "usable_cores", lambda: 4)
+    config = make_config(model="m", tensor_parallel_size=2, **options)
+    found = module._runs_ahead(
+        config,
+        cast(Device, SimpleNamespace(kind=device)),
+        cast(Executor, SimpleNamespace(computes_apart=computes_apart)),
+    )
+    assert found == is_ahead
 
 
 def test_inline_carries_one_rank(families_path: Path) -> None:

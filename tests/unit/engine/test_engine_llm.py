@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import shoal.engine.llm as module
 from shoal.engine.llm import LLM
+from shoal.engine.supervisor import RestartPolicy
 from shoal.errors import EngineDeadError, EngineError, QueueFullError, RankError, RequestError
 from shoal.sampling_params import SamplingParams
 from support.engines import CountingExecutor, Gate, make_core
@@ -25,7 +27,7 @@ def executor() -> CountingExecutor:
 
 @pytest.fixture
 def open_engine(executor: CountingExecutor, monkeypatch: pytest.MonkeyPatch) -> Open:
-    def opened(**limits: int) -> LLM:
+    def opened(**limits: Any) -> LLM:
         monkeypatch.setattr(module, "launch", lambda config, progress=False: make_core(executor, **limits))
         return LLM("letters")
 
@@ -133,8 +135,26 @@ def test_dead_ranks_are_told_with_their_cause_ever_after(llm: LLM, executor: Cou
     llm.shutdown()
 
 
-def test_an_interrupt_within_a_step_ends_the_engine_and_says_so(llm: LLM, executor: CountingExecutor) -> None:
-    """Its answer may still come; a later step could not tell it from its own."""
+def test_an_interrupt_within_a_step_costs_the_ranks_and_not_the_engine(
+    llm: LLM, executor: CountingExecutor
+) -> None:
+    """Its answer may still come, and could not be told from a later step's: so there are new ranks."""
+
+    def interrupt() -> None:
+        executor.before = lambda: None
+        raise KeyboardInterrupt
+
+    executor.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        texts(llm, "a")
+    assert texts(llm, "a") == ["bcd"]
+    assert executor.num_loads == 1 and executor.num_shutdowns == 0
+
+
+def test_an_interrupt_within_a_step_ends_an_engine_whose_ranks_are_not_its_own(
+    llm: LLM, executor: CountingExecutor
+) -> None:
+    executor.is_replaceable = False
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -162,6 +182,49 @@ def test_an_interrupt_within_a_step_of_a_rank_in_this_process_costs_only_the_req
     assert executor.num_shutdowns == 0
     assert texts(llm, "a") == texts(llm, "a")
     assert llm.stats().num_running == 0
+
+
+def test_a_lost_step_is_no_ones_loss(open_engine: Open, executor: CountingExecutor) -> None:
+    llm = open_engine(restarts=RestartPolicy(1))
+
+    def die() -> None:
+        if len(executor.steps) == 2:
+            raise RankError("rank 1 was killed by signal 9", 1)
+
+    executor.before = die
+    assert texts(llm, "a", "A") == ["bcd", "BCD"]
+    stats = llm.stats()
+    assert (executor.num_loads, stats.restarts_total, stats.replays_total) == (1, 1, 2)
+    assert stats.generation_tokens_total == 6 and stats.requests_total == {"length": 2}
+
+
+def test_an_engine_that_is_shut_down_while_it_recovers_ends_its_call(
+    open_engine: Open, executor: CountingExecutor
+) -> None:
+    llm = open_engine(restarts=RestartPolicy(1))
+    gate = executor.at_load = Gate()
+    executor.before = fail
+    ended: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            texts(llm, "a")
+        except EngineDeadError as error:
+            ended.append(error)
+
+    running = threading.Thread(target=generate)
+    running.start()
+    gate.wait_entered()
+    stopping = threading.Thread(target=llm.shutdown)
+    stopping.start()
+    running.join(10)
+    gate.open()
+    stopping.join(10)
+    assert "shut down" in str(ended[0]) and executor.num_shutdowns == 1
+
+
+def fail() -> None:
+    raise RankError("rank 1 was killed by signal 9", 1)
 
 
 def test_a_refused_prompt_of_several_is_named(llm: LLM) -> None:

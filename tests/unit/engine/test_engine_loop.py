@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,47 +10,10 @@ import pytest
 
 import shoal.engine.loop as module
 from shoal.engine.loop import EngineLoop
-from shoal.engine.outputs import RequestDelta
 from shoal.errors import EngineDeadError, EngineError, RankError, RequestError
 from shoal.sampling_params import SamplingParams
 from support.engines import CountingExecutor, Gate, make_core
-
-LONG = SamplingParams(max_tokens=20)
-
-
-class Inbox:
-    """A sink that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self._items: queue.Queue[Any] = queue.Queue()
-
-    def __call__(self, item: Any) -> None:
-        self._items.put(item)
-
-    def next(self) -> Any:
-        return self._items.get(timeout=10)
-
-    def text(self) -> str:
-        """What comes until the end, which must be a finished delta."""
-        text = ""
-        while True:
-            item = self.next()
-            if item is not None:
-                assert isinstance(item, RequestDelta), item
-                text += item.outputs[0].text
-                if item.finished:
-                    return text
-
-    def last(self) -> Any:
-        """The latest thing told."""
-        item = self.next()
-        while not self.is_empty:
-            item = self.next()
-        return item
-
-    @property
-    def is_empty(self) -> bool:
-        return self._items.empty()
+from support.loops import LONG, Inbox, submit
 
 
 @pytest.fixture
@@ -65,12 +27,6 @@ def loop(executor: CountingExecutor) -> Iterator[EngineLoop]:
     yield running
     executor.before = lambda: None
     running.stop()
-
-
-def submit(loop: EngineLoop, text: str, params: SamplingParams = LONG, name: str | None = None) -> Inbox:
-    inbox = Inbox()
-    loop.submit(name or text, [ord(letter) for letter in text], params, inbox)
-    return inbox
 
 
 def test_a_sink_hears_none_then_its_deltas(loop: EngineLoop) -> None:
@@ -304,3 +260,15 @@ def test_those_who_run_do_not_wait_for_all_who_arrive(
     assert all(ended.acquire(timeout=10) for _ in "abcdef")
     running.stop()
     assert told[:9] == ["taken", "step", "taken", "taken", "step", "taken", "taken", "step", "taken"]
+
+
+def test_in_debug_mode_an_idle_engine_looks_whether_its_books_agree(
+    caplog: pytest.LogCaptureFixture, executor: CountingExecutor
+) -> None:
+    looked = threading.Event()
+    core = make_core(executor)
+    core.check_integrity = looked.set  # type: ignore[method-assign]
+    caplog.set_level("DEBUG", "shoal.engine")
+    running = EngineLoop(core)
+    assert looked.wait(10)
+    running.stop()

@@ -43,7 +43,7 @@ def test_a_kernel_that_ignores_the_past_is_not_taken() -> None:
 
 
 @torch.inference_mode()
-def test_a_model_that_no_way_serves_is_refused_by_name() -> None:
+def test_a_model_whose_cache_stays_empty_is_computed_anew_every_step() -> None:
     model = families.build("bloom")
     inner = model.transformer.forward
 
@@ -53,7 +53,24 @@ def test_a_model_that_no_way_serves_is_refused_by_name() -> None:
         return inner(*args, **{**kwargs, "use_cache": False})
 
     model.transformer.forward = no_cache
-    with pytest.raises(UnsupportedError, match="BloomForCausalLM cannot be served"):
+    chosen = serve_causal(model, paged_sdpa, CPU)
+    assert chosen.model.way == "recompute" and not chosen.model.keeps_kv
+    assert any("every token costs a pass over its whole sequence" in note for note in chosen.notes)
+
+
+@torch.inference_mode()
+def test_a_model_that_no_way_serves_is_refused_by_name() -> None:
+    """One that answers otherwise each time it is called."""
+    model = families.build("bloom")
+    inner, calls = model.transformer.forward, iter(range(1, 1000))
+
+    def moody(*args: object, **kwargs: object) -> object:
+        output = inner(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.roll(next(calls), -1)
+        return output
+
+    model.transformer.forward = moody
+    with pytest.raises(UnsupportedError, match=r"BloomForCausalLM cannot be served.*not recompute"):
         serve_causal(model, paged_sdpa, CPU)
 
 
@@ -87,3 +104,34 @@ def test_models_built_by_several_threads_leave_torch_as_it_was() -> None:
     assert all(future.result().device.type in ("meta", "cpu") for future in built)
     assert dict(vars(torch.nn.init)) == functions
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of torch
+@torch.inference_mode()
+def test_what_torch_compiles_gives_the_models_own_logits() -> None:
+    chosen = serve_causal(families.build("llama"), paged_sdpa, CPU, compiles=True)
+    assert chosen.model.way == "paged"
+    assert any(note.startswith("compiled in ") for note in chosen.notes), chosen.notes
+
+
+@torch.inference_mode()
+def test_what_does_not_compile_is_put_back_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(module: torch.nn.Module, dynamic: bool) -> None:
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("no C++ compiler here")
+
+        module._compiled_call_impl = broken
+
+    monkeypatch.setattr(torch.nn.Module, "compile", failing)
+    model = families.build("llama")
+    chosen = serve_causal(model, paged_sdpa, CPU, compiles=True)
+    assert "not compiled: RuntimeError: no C++ compiler here" in chosen.notes
+    prompt = torch.tensor([3, 5, 7])
+    again = chosen.model.plain(prompt, torch.arange(3))
+    assert torch.allclose(again, model(prompt[None]).logits[0], atol=1e-5)
+
+
+@torch.inference_mode()
+def test_only_the_paged_way_is_compiled() -> None:
+    chosen = serve_causal(families.build("bloom"), paged_sdpa, CPU, compiles=True)
+    assert "not compiled: only what is served the paged way is, this goes the padded way" in chosen.notes

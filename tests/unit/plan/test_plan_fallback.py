@@ -8,6 +8,7 @@ from torch import nn
 from shoal.plan.derive import derive
 from shoal.plan.fallback import fallback_split
 from support.planner import gpt2, llama, opt
+from support.zoo.seq2seq import SEQ2SEQ
 
 
 def test_what_holds_next_to_nothing_stays_whole_without_a_collective() -> None:
@@ -40,3 +41,12 @@ def test_projections_tied_to_the_embedding_are_not_split_with_it() -> None:
 def test_fewer_features_than_ranks_are_not_split() -> None:
     assert fallback_split(nn.Linear(5, 3), 4, "").op == "replicate"
     assert fallback_split(nn.Embedding(3, 5), 4, "").op == "replicate"
+
+
+def test_a_table_that_grows_with_the_longest_input_stays_whole() -> None:
+    """FSMT makes its positions anew where an input is longer than the table has rows."""
+    model_class, config = SEQ2SEQ["fsmt"].load()
+    plan = derive(model_class, config, 2)
+    split = plan.params["model.encoder.embed_positions.weight"]
+    assert (split.op, "makes it anew" in split.reason) == ("replicate", True)
+    assert plan.params["model.encoder.embed_tokens.weight"].op == "vocab"

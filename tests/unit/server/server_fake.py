@@ -15,10 +15,11 @@ import uvicorn
 
 from shoal.engine.outputs import CompletionDelta, RequestDelta, TokenLogprob
 from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
-from shoal.errors import EngineDeadError, RequestError
+from shoal.errors import EngineDeadError, QueueFullError, RequestError
 from shoal.sampling_params import SamplingParams
 from shoal.server.app import create_app
-from shoal.server.run import bind
+from shoal.server.connections import limited
+from shoal.server.run import bind, http_config
 from shoal.server.settings import ServerSettings
 
 SETTINGS = ServerSettings(model="demo")
@@ -31,6 +32,8 @@ class FakeFrontend:
         self.hang_after = hang_after
         self.refusal = refusal
         self.branch_error: str | None = None
+        self.failing_branches: set[int] | None = None  # None: all, if there is an error
+        self.is_full = False
         self.finish_reason = "length"
         self.is_ready = True
         self.is_alive = True
@@ -42,6 +45,10 @@ class FakeFrontend:
         self.abort_seen = threading.Event()
         self.hanging = threading.Event()
         self.go_on = asyncio.Event()
+        self.death = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = (
+            None  # of the last request, to set ``go_on`` from outside
+        )
         self.shutdowns: list[float | None] = []
         self.totals = EngineStats()
 
@@ -49,9 +56,17 @@ class FakeFrontend:
     def info(self) -> EngineInfo:
         return EngineInfo("demo", "Fake", self.max_model_len, 1, 8, 16, "none", "float32", "cpu")
 
+    async def died(self) -> str:
+        await self.death.wait()
+        return "the engine has failed: rank 1 was killed by signal 9"
+
     def stats(self) -> EngineStats:
         self.totals.num_running = len(self.running)
         return self.totals
+
+    def require_room(self) -> None:
+        if self.is_full:
+            raise QueueFullError("1 requests wait already", retry_after_s=2.5)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
         self.rendered.append((list(messages), arguments))
@@ -61,7 +76,12 @@ class FakeFrontend:
         return [ord(character) for character in text]
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        max_unread: int | None = None,
     ) -> AsyncIterator[RequestDelta]:
         if self.refusal is not None:
             raise self.refusal
@@ -71,6 +91,7 @@ class FakeFrontend:
         assert request_id is not None and request_id not in self.running
         self.seen.append((prompt, params))
         self.running.add(request_id)
+        self.loop = asyncio.get_running_loop()
         try:
             limit = params.max_tokens or self.max_model_len - len(ids)
             for position in range(limit):
@@ -106,7 +127,10 @@ class FakeFrontend:
                 ended = True
             elif ended:
                 out.finish_reason = self.finish_reason
-            if self.branch_error is not None and position == 1:
+            fails = self.failing_branches is None or branch in self.failing_branches
+            if self.branch_error is not None and fails and position >= 1:
+                if position > 1:
+                    continue
                 out.finish_reason, out.error = "error", self.branch_error
             outputs.append(out)
         return RequestDelta(request_id, outputs, ended, num_prompt, num_cached_tokens=1)
@@ -133,11 +157,16 @@ def dead_frontend() -> FakeFrontend:
 
 
 @contextlib.contextmanager
-def live_server(frontend: FakeFrontend, settings: ServerSettings = SETTINGS) -> Iterator[str]:
-    """The app behind a real uvicorn on a free loopback port; yields its URL."""
+def live_server(frontend: FakeFrontend, settings: ServerSettings = SETTINGS, **limits: Any) -> Iterator[str]:
+    """The app behind a real uvicorn on a free loopback port; yields its URL.
+
+    Args:
+        limits: of ``shoal.server.connections.limited``.
+    """
     app = create_app(frontend, settings)
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2))
+    protocol = limited(**{"max_connections": settings.max_connections, **limits})
+    server = uvicorn.Server(http_config(app, protocol, settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -21,7 +21,7 @@ from shoal.server.run import bind
 
 # A process whose engine counts to max_tokens, hangs, or never loads, behind shoal's own serve command.
 _SCRIPT = """
-import asyncio, sys
+import asyncio, signal, sys
 sys.path.insert(0, {folder!r})
 from server_fake import FakeFrontend
 from shoal.cli import serve
@@ -41,10 +41,18 @@ async def start(config):
         await asyncio.Event().wait()
     if {kind!r} == "broken":
         raise ModelNotFoundError("model: there is none", field="model")
-    return Slow(hang_after=2)
+    engine = Slow(hang_after=2)
+    if {kind!r} in ("dying", "staying"):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, die, engine)
+    return engine
+
+def die(engine):
+    engine.is_alive = engine.is_ready = False
+    engine.death.set()
 
 serve._start_engine = start
-sys.exit(main(["serve", "demo", "--port", "0"]))
+flags = ["--keep-alive-on-failure"] if {kind!r} == "staying" else []
+sys.exit(main(["serve", "demo", "--port", "0", *flags]))
 """
 
 
@@ -114,6 +122,27 @@ def test_while_draining_it_is_not_ready_and_a_second_signal_ends_at_once():
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == -signal.SIGTERM
+
+
+def test_an_engine_that_gives_up_ends_the_server_with_status_1():
+    with served("dying") as server:
+        server.wait_for("ready: ")
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.process.wait(10) == 1
+        server.wait_for("signal 9")
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def test_with_keep_alive_on_failure_it_stays_and_says_that_it_is_unhealthy():
+    with served("staying") as server:
+        server.wait_for("ready: ")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        server.process.send_signal(signal.SIGUSR1)
+        server.wait_for("staying, but serving nothing")
+        for path in ("health", "ready"):
+            assert httpx.get(f"{server.url}/{path}").status_code == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
 
 
 def test_while_loading_it_answers_and_a_signal_stops_it():

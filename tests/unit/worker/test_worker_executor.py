@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -12,8 +14,10 @@ import pytest
 
 import shoal.worker.executor as module
 from shoal.errors import CheckpointError, EngineError, RankError
-from shoal.messages import AllocateKV, Step
+from shoal.messages import AllocateKV, SequenceStep, Step, StepResult, TokenResult
+from shoal.worker.channel import Channel
 from shoal.worker.executor import InlineExecutor, Load, ProcessExecutor, make_starts
+from support.loads import execute
 
 STEP = Step(step_id=7, sequences=())
 PAGES = AllocateKV(num_blocks=9, block_size=4)
@@ -64,7 +68,7 @@ def test_whatever_model_code_raises_inline_is_a_ranks_failure(
     Worker.error = error
     kind = type(error).__name__
     with pytest.raises(RankError, match=f"rank 0: step 7: {kind}") as caught:
-        inline.execute(STEP)
+        execute(inline, STEP)
     assert caught.value.__cause__ is error and caught.value.rank == 0
     with pytest.raises(RankError, match=f"making 9 KV blocks: {kind}"):
         inline.allocate(PAGES)
@@ -81,7 +85,7 @@ def test_wrong_input_inline_stays_what_it_is(inline: InlineExecutor) -> None:
 @pytest.mark.parametrize("kind", [InlineExecutor, ProcessExecutor])
 def test_an_executor_that_does_not_run_says_so(kind: type[InlineExecutor | ProcessExecutor]) -> None:
     executor = kind(load(1))
-    for ask in (lambda: executor.execute(STEP), lambda: executor.allocate(PAGES)):
+    for ask in (lambda: execute(executor, STEP), lambda: executor.allocate(PAGES)):
         with pytest.raises(EngineError, match="not running"):
             ask()
     executor.check()
@@ -167,7 +171,7 @@ def test_a_rank_that_takes_nothing_in_is_given_up(monkeypatch: pytest.MonkeyPatc
     big = module.encode(STEP) + bytes(8 << 20)
     monkeypatch.setattr(module, "encode", lambda message: big)
     with pytest.raises(RankError, match=r"rank 0 took nothing in for 0\.3 s"):
-        executor.execute(STEP)
+        execute(executor, STEP)
 
 
 def test_an_interrupt_while_waiting_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +182,9 @@ def test_an_interrupt_while_waiting_ends_the_ranks(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "gather_replies", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        executor.execute(STEP)
+        execute(executor, STEP)
     with pytest.raises(EngineError, match="not running"):
-        executor.execute(STEP)
+        execute(executor, STEP)
 
 
 def test_a_look_between_steps_finds_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +203,7 @@ def test_a_forked_child_leaves_the_ranks_to_its_parent(monkeypatch: pytest.Monke
         child.setattr(os, "getpid", lambda: 1)
         executor.shutdown()
         with pytest.raises(EngineError, match="fork"):
-            executor.execute(STEP)
+            execute(executor, STEP)
     assert executor._ranks[0].process.poll() is None
     monkeypatch.setattr(module, "_SHUTDOWN_S", 0.1)
     executor.shutdown()
@@ -211,3 +215,45 @@ def test_a_rank_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "_SHUTDOWN_S", 3.0)
     executor.shutdown()
     assert [process.returncode for process in processes] == [-9, 0]
+
+
+class Peer:
+    """A rank's end as the executor holds it, in this process."""
+
+    rank = 0
+    process = subprocess
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.channel = Channel(sock)
+
+    def obituary(self) -> str:
+        return "is a thread"
+
+
+def test_large_steps_and_large_answers_do_not_wait_for_each_other() -> None:
+    """Each is more than a socket holds: a rank that sends one answer cannot take the next step in."""
+    ours, theirs = socket.socketpair()
+    executor = ProcessExecutor(load(1, timeout_s=20))
+    executor._ranks = [Peer(ours)]  # type: ignore[list-item]
+    steps = [large_step(number) for number in range(3)]
+    tokens = tuple(TokenResult(sequence_id=n, top_ids=tuple(range(50))) for n in range(20_000))
+
+    def answer() -> None:
+        channel = Channel(theirs)
+        for step in steps:
+            assert channel.receive(20) == step
+            channel.send(StepResult(step_id=step.step_id, tokens=tokens), 20)
+
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(answer)
+        executor.submit(steps[0])
+        for number in range(3):
+            if number < 2:
+                executor.submit(steps[number + 1])
+            assert executor.collect().step_id == number
+        answering.result(20)
+
+
+def large_step(number: int) -> Step:
+    sequence = SequenceStep(sequence_id=number, start=0, token_ids=bytes(1 << 20), block_ids=b"")
+    return Step(step_id=number, sequences=(sequence,))

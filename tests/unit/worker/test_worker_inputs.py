@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from shoal.messages import SamplingSpec, SequenceStep, Step, pack_ids
+from shoal.messages import PLACEHOLDER_ID, SamplingSpec, SequenceStep, Step, pack_ids
 from shoal.model.causal import attention_batch
 from shoal.worker.inputs import build_batch
 
@@ -35,6 +35,19 @@ def test_single_tokens_come_first_and_slots_follow_the_block_tables() -> None:
     ]
     assert batch.wanted.tolist() == [0, 5], "the last token of each sequence that samples"
     assert [sequence.sequence_id for sequence in sampled] == [8, 9]
+
+
+def test_placeholders_are_filled_in_the_order_of_their_sequences() -> None:
+    def share(number: int, *ids: int) -> SequenceStep:
+        return SequenceStep(
+            sequence_id=number, start=4, token_ids=pack_ids(ids), block_ids=pack_ids([1, 2]), sampling=GREEDY
+        )
+
+    step = Step(
+        step_id=0, sequences=(share(1, 7, 8), share(2, PLACEHOLDER_ID), share(3, 9), share(4, PLACEHOLDER_ID))
+    )
+    batch, _ = build_batch(step, block_size=4, device=torch.device("cpu"), awaited=[50, 51])
+    assert batch.ids.tolist() == [50, 9, 51, 7, 8]
 
 
 def random_step(seed: int, num_sequences: int, most_tokens: int) -> Step:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from shoal.comm.local import LocalComm
 from shoal.errors import EngineError, ModelNotFoundError, UnsupportedError
 from shoal.fuse import rival
 from shoal.fuse.rival import Race
@@ -105,11 +106,11 @@ def test_steps_continue_prompts_as_transformers_does(
 
 
 def test_only_rank_0_samples(families_path: Path) -> None:
+    comm = LocalComm()
     load = make_load(families.save("llama_9_3", families_path), 1)
-    start = make_starts(load, "")[0]
-    worker = RankWorker()
-    worker.start(start)
-    worker._rank = 1
+    worker = RankWorker(comm)
+    worker.start(make_starts(load, "")[0])
+    comm.rank = 1
     worker.allocate(AllocateKV(num_blocks=16, block_size=4))
     assert worker.execute(make_step(1, (0, [5, 6]))).tokens == ()
 

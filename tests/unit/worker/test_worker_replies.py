@@ -12,9 +12,9 @@ import pytest
 
 import shoal.worker.replies as module
 from shoal.errors import ConfigError, RankError, UnsupportedError, UsageError
-from shoal.messages import Failure, LoadProgress, Message, RankReady, Step
+from shoal.messages import Failure, LoadProgress, Message, Ping, RankReady, Step
 from shoal.worker.channel import Channel
-from shoal.worker.replies import gather_replies
+from shoal.worker.replies import gather_replies, pings_answered
 
 
 class Group:
@@ -63,6 +63,34 @@ def test_progress_is_summed_over_ranks_and_does_not_count_as_the_answer(group: G
     seen: list[tuple[float, float]] = []
     group.gather(report=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (3, 12)
+
+
+def test_answers_to_pings_are_no_answers_to_what_came_after(group: Group) -> None:
+    for rank in range(3):
+        group.say(rank, Ping())
+        group.say(rank)
+    assert [reply.rank for reply in group.gather()] == [0, 1, 2]
+
+
+def test_what_is_no_message_is_its_senders_failure(group: Group) -> None:
+    group.theirs[1].send_bytes(b"nonsense")
+    error = group.error()
+    assert error.rank == 1 and "no message" in str(error)
+
+
+def test_answers_to_pings_are_heard_without_waiting(group: Group) -> None:
+    def heard() -> set[int]:
+        return pings_answered(group.ours, lambda rank: f"rank {rank} is gone")
+
+    assert heard() == set()
+    group.say(2, Ping())
+    assert heard() == {2}
+    group.fail(1, "OSError")
+    with pytest.raises(RankError, match="rank 1: OSError"):
+        heard()
+    group.theirs[0].close()
+    with pytest.raises(RankError, match="rank 0 is gone"):
+        heard()
 
 
 def test_a_rank_that_closes_is_named(group: Group) -> None:

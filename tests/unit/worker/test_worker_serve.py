@@ -15,6 +15,7 @@ from shoal.messages import (
     AllocateKV,
     Failure,
     LoadProgress,
+    Ping,
     RankReady,
     RankReport,
     Shutdown,
@@ -32,6 +33,9 @@ class FakeWorker:
     """Answers at once; step 13 fails."""
 
     num_closed = 0
+
+    def __init__(self, may_pin: bool = False) -> None:
+        """Pins nothing."""
 
     def start(self, start: Start, report: Report) -> RankReport:
         if start.model_path == "damaged":
@@ -84,6 +88,12 @@ def test_steps_are_answered_until_a_shutdown(engine_end: Channel) -> None:
         engine_end.send(Step(step_id=step_id, sequences=()))
         assert engine_end.receive(5) == StepResult(step_id=step_id)
     engine_end.send(Shutdown())
+
+
+def test_a_ping_is_answered_in_its_turn(engine_end: Channel) -> None:
+    for message in (Step(step_id=1, sequences=()), Ping(), Step(step_id=2, sequences=())):
+        engine_end.send(message)
+    assert [engine_end.receive(5) for _ in range(3)] == [StepResult(step_id=1), Ping(), StepResult(step_id=2)]
 
 
 def test_a_closed_channel_ends_it(engine_end: Channel) -> None:

@@ -10,7 +10,7 @@ import torch
 import shoal.worker.sizing as module
 from shoal.config import make_config
 from shoal.device.memory import MemoryReport
-from shoal.worker.sizing import kv_budget, step_growth_bytes
+from shoal.worker.sizing import kv_budget, step_cost
 
 GB = 1 << 30
 
@@ -83,6 +83,6 @@ def test_a_step_is_measured_small_and_scaled_up(
     monkeypatch.setattr(module, "reset_peak", lambda kind: 0)
     monkeypatch.setattr(module, "used_since", lambda kind, before: 1000)
     config = make_config(model="m", max_num_batched_tokens=batched, max_num_seqs=64)
-    growth = step_growth_bytes(Model(), config, FakeDevice("cpu", GB, GB), 11, length)  # type: ignore[arg-type]
+    cost = step_cost(Model(), config, FakeDevice("cpu", GB, GB), 11, length)  # type: ignore[arg-type]
     assert seen == [probed]
-    assert growth == 1000 * times + 5 * 4 * min(64, batched) * 11
+    assert cost.growth_bytes == 1000 * times + 5 * 4 * min(64, batched) * 11

@@ -1,0 +1,85 @@
+"""A family of the zoo through the engine, against transformers one prompt at a time. Knows no way by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import LLM, SamplingParams
+from shoal.engine.protocol import EngineInfo, EngineStats
+from support.zoo.build import build
+from support.zoo.family import CUSTOM, VOCABULARY, Family
+
+__all__ = ["TIGHT", "WHOLE", "Served", "greedy", "prompts", "save", "serve"]
+
+WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
+TIGHT: dict[str, Any] = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 22}
+"""Small chunks, and so few blocks that somebody is preempted."""
+
+_LONGEST = 38  # of a prompt
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine gave."""
+
+    tokens: list[list[int]]
+    info: EngineInfo
+    stats: EngineStats
+
+
+def prompts(seed: int = 3) -> list[list[int]]:
+    """Random ids of several lengths, some equal, around blocks of 4."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (1, 2, 3, 4, 5, 9, 23, _LONGEST, 17, 17)
+    return [torch.randint(3, VOCABULARY, (count,), generator=generator).tolist() for count in lengths]
+
+
+def save(family: Family, folder: Path) -> Path:
+    """The family's model, in float32, as a checkpoint folder without a tokenizer."""
+    path = folder / family.name.replace(":", "_").replace(" ", "_")
+    if not path.exists():
+        model = build(family, "eager", torch.float32)
+        model.save_pretrained(path)
+        if family.is_custom:
+            for source in (CUSTOM / family.config_class).glob("*.py"):
+                shutil.copy(source, path)
+    return path
+
+
+@torch.no_grad()
+def greedy(family: Family, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
+    """transformers' own continuation, end of sequence ignored."""
+    model: Any = build(family, "eager", torch.float32)
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    found: list[int] = out[0, len(prompt) :].tolist()
+    return found
+
+
+def serve(path: Path, asked: Sequence[Sequence[int]], count: int, tp: int, **options: Any) -> Served:
+    """All prompts at once through an engine of ``tp`` ranks."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    settings: dict[str, Any] = {
+        "block_size": 4,
+        "kv_cache_memory_bytes": 1 << 25,
+        "max_model_len": 60,
+        "max_num_seqs": 6,
+        "runner": "generate",
+        **options,
+    }
+    with LLM(str(path), tensor_parallel_size=tp, **settings) as llm:
+        found = llm.generate([list(prompt) for prompt in asked], params)
+        return Served([output.outputs[0].token_ids for output in found], llm.info, llm.stats())
