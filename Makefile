@@ -1,14 +1,16 @@
 # install  .venv with the package and its development tools      demo   the demo model over two ranks
 # test     the fast suite                                         check  formatting, lint, types, floors
 # full     the whole grids                                        bench  measurements
+# soak     twenty minutes of mixed, ill-behaved traffic           flood  500 connections against a queue of 64
 # families docs/families.md anew: every family on real ranks (needs an idle machine)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MARK := $(VENV)/.installed
+SOAK_MINUTES ?= 20
 
-.PHONY: install demo test check full families bench clean
+.PHONY: install demo test check full soak flood families bench clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("shoal needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -36,6 +38,12 @@ test: $(MARK)-dev
 
 full: $(MARK)-dev
 	$(BIN)/python -m pytest -m "not gpu"
+
+soak: $(MARK)-dev
+	PYTHONPATH=tests $(BIN)/python -m chaos.soak demo -tp 2 --minutes $(SOAK_MINUTES)
+
+flood: $(MARK)-dev
+	PYTHONPATH=tests $(BIN)/python -m chaos.flood demo -tp 2
 
 families: $(MARK)-dev
 	PYTHONPATH=tests $(BIN)/python -m support.families_table --output docs/families.md
