@@ -178,7 +178,7 @@ def test_an_id_is_refused_while_it_runs_and_free_as_soon_as_it_was_aborted(
     async def test() -> None:
         engine = open_engine()
         steps = threading.Semaphore(3)
-        executor.before = lambda: void(steps.acquire(timeout=10))
+        executor.before = lambda: void(steps.acquire(timeout=0.1))  # slow: it runs for seconds
         first = engine.stream("a", LONG, "same")
         await anext(first)
         with pytest.raises(RequestError, match="'same' is still being served"):
