@@ -255,11 +255,11 @@ class EngineCore:
         return [self._delta(request_id, own) for request_id, own in by_request.items()]
 
     def _delta(self, request_id: str, updates: Sequence[BranchUpdate]) -> RequestDelta:
-        assembly = self._assemblies[request_id]
+        assembly, counters = self._assemblies[request_id], self._counters
         outputs = []
         for update in updates:
             output, stop = self._push(assembly, update)
-            self._counters.generation_tokens += len(output.token_ids)
+            counters.generation_tokens += len(output.token_ids)
             if stop is not None:
                 self._scheduler.finish(update.request.sequence_id, "stop", stop)
             if output.finish_reason is not None:

@@ -49,7 +49,7 @@ class Detokeniser:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens; returns the text that became final, never part of a character."""
-        return "".join([self.push_one(token) for token in token_ids])
+        return "".join(map(self.push_one, token_ids))
 
     def push_one(self, token: int) -> str:
         """The same for one token."""
@@ -74,7 +74,8 @@ class Detokeniser:
         return rest
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+        window = self._window
+        return self._tokenizer.decode_known(window, self._skip_special_tokens) if window else ""
 
     def _num_unfinished(self, text: str) -> int:
         """How many characters at the end of ``text``, which looks unfinished, a next token may change."""

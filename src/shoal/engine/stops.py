@@ -116,7 +116,9 @@ class BranchText:
         assert not self._is_stopped, "pushed after a stop string"
         if not self._has_stops:
             self.num_tokens += len(token_ids)
-            return self._detokeniser.push(token_ids), None
+            detokeniser = self._detokeniser  # nearly always it is one token, of each branch in each step
+            one = len(token_ids) == 1
+            return detokeniser.push_one(token_ids[0]) if one else detokeniser.push(token_ids), None
         pieces = []
         for number, token in enumerate(token_ids, num_output - len(token_ids) + 1):
             text = self._detokeniser.push_one(token)

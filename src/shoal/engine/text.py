@@ -200,11 +200,11 @@ class Tokenizer:
         if self._backend is None:
             return ""
         known = self.num_known
-        return self._decode_known([i for i in ids if 0 <= i < known], skip_special_tokens)
+        return self.decode_known([i for i in ids if 0 <= i < known], skip_special_tokens)
 
     @cached_property
-    def _decode_known(self) -> Callable[[list[int], bool], str]:
-        """Decodes known ids, spaces left as they are.
+    def decode_known(self) -> Callable[[list[int], bool], str]:
+        """:meth:`decode` for ids that are known to be known, and to a tokenizer that is there.
 
         What transformers wraps around the tokenizers library takes ten times as long as the library does for
         a token or two, so it is left out where the tokenizer's class adds nothing of its own.

@@ -144,13 +144,13 @@ def test_a_token_costs_the_same_however_long_the_text_is(
 ) -> None:
     tokenizer = engine_tokenizers.make("byte_level")
     widths: list[int] = []
-    decode = tokenizer.decode
+    decode = tokenizer.decode_known
 
     def counting(ids: list[int], skip: bool) -> str:
         widths.append(len(ids))
         return decode(ids, skip)
 
-    monkeypatch.setattr(tokenizer, "decode", counting)
+    monkeypatch.setattr(tokenizer, "decode_known", counting)
     detokeniser = Detokeniser(tokenizer, False)
     detokeniser.push(unit * 2000)
     assert len(widths) <= 2 * 2000 and max(widths, default=0) <= 40
@@ -160,14 +160,14 @@ def test_ordinary_text_costs_a_decode_a_token(monkeypatch: pytest.MonkeyPatch) -
     tokenizer = engine_tokenizers.make("byte_level")
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 5)
     num_decodes = 0
-    decode = tokenizer.decode
+    decode = tokenizer.decode_known
 
     def counting(window: list[int], skip: bool) -> str:
         nonlocal num_decodes
         num_decodes += 1
         return decode(window, skip)
 
-    monkeypatch.setattr(tokenizer, "decode", counting)
+    monkeypatch.setattr(tokenizer, "decode_known", counting)
     Detokeniser(tokenizer, False).push(ids)
     assert num_decodes == len(ids) + len(set(ids)), "and each token once alone"
     num_decodes = 0
