@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -216,7 +216,7 @@ def main() -> int:
             report = run(server, arguments.connections, seed)
         finally:
             server.stop()
-    print(json.dumps(asdict(report), indent=1))
+    print(json.dumps(vars(report), indent=1))
     return 1 if report.problems else 0
 
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ def main() -> int:
             status = server.stop()
     if status:
         report.problems.append(f"the server ended with status {status}")
-    print(json.dumps(asdict(report), indent=1))
+    print(json.dumps(vars(report), indent=1))
     return 1 if report.problems else 0
 
 
