@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,11 +22,9 @@ import torch
 
 from shoal import LLM, SamplingParams
 from shoal.attention.cpu import CpuPaged
+from shoal.bench.perplexity import perplexity
 from shoal.checkpoint.source import resolve
-from shoal.comm.local import LocalComm
 from shoal.jit.team import Team
-from shoal.model.choose import serve_causal
-from shoal.model.fused import FusedCausal
 
 STORAGES = ("float32", "int8", "int4")
 TEXTS = Path(__file__).parent.parent / "tests" / "data" / "gsm8k-test-128.jsonl"
@@ -75,28 +72,6 @@ def speeds(model: str, num_threads: int, repeats: int, prompt: list[int]) -> dic
         }
         for storage in STORAGES
     }
-
-
-@torch.inference_mode()
-def perplexity(path: Path, storage: str, kernel: CpuPaged, texts: Sequence[torch.Tensor]) -> float:
-    """Of the model with its weights held so, over all texts' tokens but their first ones."""
-    from transformers import AutoModelForCausalLM
-
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    chosen = serve_causal(
-        module,
-        kernel,
-        torch.device("cpu"),
-        lambda model, paged: FusedCausal(model, paged, kernel, LocalComm(), storage),
-    )
-    if not chosen.packed_bytes:
-        raise SystemExit(f"{path}: its layers are not fused: {'; '.join(chosen.notes)}")
-    total, count = 0.0, 0
-    for ids in texts:
-        logits = chosen.model.plain(ids, torch.arange(len(ids) - 1))
-        total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
-        count += len(ids) - 1
-    return math.exp(total / count)
 
 
 def main() -> None:

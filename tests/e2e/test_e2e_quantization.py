@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from shoal.attention.cpu import CpuPaged
-from shoal.comm.local import LocalComm
+from shoal.bench.perplexity import perplexity
 from shoal.jit.team import Team
-from shoal.model.choose import serve_causal
-from shoal.model.fused import FusedCausal
 
 pytestmark = pytest.mark.demo
 
@@ -37,27 +34,6 @@ def texts(demo_path: Path) -> list[torch.Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(demo_path)
     lines = [json.loads(line) for line in DATA.read_text().splitlines()[:NUM_TEXTS]]
     return [torch.tensor(tokenizer(f"{line['question']}\n{line['answer']}").input_ids) for line in lines]
-
-
-@torch.inference_mode()
-def perplexity(path: Path, storage: str, kernel: CpuPaged, texts: list[torch.Tensor]) -> float:
-    """Of the demo model with its weights held so."""
-    from transformers import AutoModelForCausalLM
-
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    chosen = serve_causal(
-        module,
-        kernel,
-        torch.device("cpu"),
-        lambda model, paged: FusedCausal(model, paged, kernel, LocalComm(), storage),
-    )
-    assert chosen.notes[-1] == "served the fused way"
-    total, count = 0.0, 0
-    for ids in texts:
-        logits = chosen.model.plain(ids, torch.arange(len(ids) - 1))
-        total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
-        count += len(ids) - 1
-    return math.exp(total / count)
 
 
 @pytest.fixture(scope="module")

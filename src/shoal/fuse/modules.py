@@ -161,7 +161,8 @@ def pack_modules(
             packed._linears.append(linear)
         elif own:
             linear.restore()
-    packed._settle()
+    if not packed.is_rounded:  # else what is packed now gives way to what is rounded
+        packed._settle()
     if packed._linears and head is not None and "forward" not in vars(head):
         whole = _WHOLE_STORAGES.get(model.dtype, "float32")
         packed._head = fuse_head(model, team, comm, whole)

@@ -263,7 +263,7 @@ class _Preparer:
         generator = torch.Generator().manual_seed(layer.number)
         call = _as_float(layer.call)
         call = call.with_hidden(torch.randn(call.hidden.shape, generator=generator))
-        exact, problem = _tried(lambda: _exact(layer, self._context))
+        exact, problem = _tried(lambda: _exact(layer))
         if not agree(self._comm, "" if exact is None else "here") or exact is None:
             return None, problem
         last, ready = self._last, None
@@ -321,12 +321,11 @@ def _tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
         return None, f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def _exact(layer: _Layer, context: AttentionContext) -> nn.Module:
+def _exact(layer: _Layer) -> nn.Module:
     """The layer, or a copy of it, in float32."""
     if layer.call.hidden.dtype is torch.float32:
         return layer.module
-    memo = {id(context): context}  # which its modules have, and which is no part of it
-    return copy.deepcopy(layer.module, memo).float()
+    return copy.deepcopy(layer.module).float()
 
 
 def _as_float(call: LayerCall) -> LayerCall:
