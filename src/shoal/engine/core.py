@@ -145,13 +145,9 @@ class EngineCore:
         """
         if _log.isEnabledFor(logging.DEBUG):
             self.check_integrity()
-        if self.supervisor.is_recovering:
-            self.supervisor.poll()
-            return
-        try:
-            self.executor.check()
-        except RankError as error:
-            self._lose(error)
+        lost = self.supervisor.look()
+        if lost is not None:
+            self._lose(lost)
 
     def interrupted(self) -> None:
         """After an exception from outside in the middle of a step, such as a Ctrl-C: forget the steps in
@@ -161,9 +157,7 @@ class EngineCore:
             EngineDeadError: they cannot, and cannot be started again either.
         """
         self._scheduler.reset()
-        if not (self.executor.is_interruptible or self.supervisor.is_recovering):
-            cause = RankError("the ranks were interrupted in the middle of a step")
-            self.supervisor.lose(cause, is_counted=False)
+        self.supervisor.interrupted()
 
     def _apart(self) -> int:
         """See to it that suspects run apart, if it has come to that; how many steps may be in flight."""

@@ -167,13 +167,9 @@ class EncodeCore:
         Raises:
             EngineDeadError: the ranks failed too often.
         """
-        if self.supervisor.is_recovering:
-            self.supervisor.poll()
-            return
-        try:
-            self.executor.check()
-        except RankError as error:
-            self._lose(error)
+        lost = self.supervisor.look()
+        if lost is not None:
+            self._lose(lost)
 
     def interrupted(self) -> None:
         """After an exception from outside in the middle of a step, such as a Ctrl-C: what was in flight
@@ -183,9 +179,7 @@ class EncodeCore:
             EngineDeadError: they cannot, and cannot be started again either.
         """
         self._put_back()
-        if not (self.executor.is_interruptible or self.supervisor.is_recovering):
-            cause = RankError("the ranks were interrupted in the middle of a step")
-            self.supervisor.lose(cause, is_counted=False)
+        self.supervisor.interrupted()
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.errors import EngineDeadError
+from shoal.errors import EngineDeadError, RankError
 from shoal.worker.executor import Executor
 
 __all__ = ["RestartPolicy", "Supervisor"]
@@ -94,6 +94,33 @@ class Supervisor:
                 raise self._problem
             self._is_recovering = False
         return not self._is_recovering
+
+    def look(self) -> RankError | None:
+        """For moments without a step: see whether the ranks are there again, or still there.
+
+        Returns:
+            why they are not, if that is new.
+
+        Raises:
+            EngineDeadError: they could not be brought back.
+        """
+        if self._is_recovering:
+            self.poll()
+            return None
+        try:
+            self._executor.check()
+        except RankError as error:
+            return error
+        return None
+
+    def interrupted(self) -> None:
+        """After an exception from outside in the middle of a step: new ranks, if these cannot go on.
+
+        Raises:
+            EngineDeadError: they cannot, and cannot be started again either.
+        """
+        if not (self._executor.is_interruptible or self._is_recovering):
+            self.lose(RankError("the ranks were interrupted in the middle of a step"), is_counted=False)
 
     def wait(self, timeout_s: float) -> None:
         """Return when the recovery under way has ended, or after ``timeout_s`` seconds."""

@@ -9,6 +9,7 @@ Shape letters: N texts, T tokens of all of them, B texts of a grid, L columns of
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def pooled(rows: torch.Tensor, texts: Texts, pooling: str) -> torch.Tensor:
     return sums.index_add_(0, owner, rows.float()) / lengths[:, None]
 
 
-class EncoderModel:
+class EncoderModel(ABC):
     """What all ways have in common: the model is called on grids, its results are told by tokens."""
 
     way = ""
@@ -126,9 +127,9 @@ class EncoderModel:
         assert out is not None, "some token is wanted"
         return out
 
+    @abstractmethod
     def grids(self, texts: Texts) -> list[Grid]:
         """The texts as the model is called with them."""
-        raise NotImplementedError
 
     def _hidden_of(self, grid: Grid) -> torch.Tensor:
         """[B, L, W]."""
