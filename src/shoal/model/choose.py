@@ -28,6 +28,7 @@ __all__ = [
     "Pack",
     "PackedModel",
     "difference",
+    "pack_if_right",
     "ragged",
     "serve_causal",
     "tolerance",
@@ -219,25 +220,39 @@ def _packed(
             every = torch.arange(len(prompt), device=check.device)
             before.append(model.plain(torch.tensor(prompt, device=check.device), every))
 
-    packed = pack(module, run)
+    return pack_if_right(
+        pack(module, run),
+        lambda: replace(check, expected=before).problem(model),
+        lambda: check.served_difference(model),
+    )
+
+
+def pack_if_right(
+    packed: PackedModel, problem: Callable[[], str | None], gap: Callable[[], float]
+) -> tuple[int, tuple[str, ...]]:
+    """Bytes of the modules packed, rounded if they are to be, and what is said of them; they are put back if
+    the logits are others.
+
+    Args:
+        problem: tries the model with whole weights; why it must not be used, or None.
+        gap: tries it with rounded ones; the largest relative difference to unrounded ones.
+    """
     if not packed.num_linears:
         packed.restore()
         return 0, packed.notes
-    problem = replace(check, expected=before).problem(model)
-    if problem is not None:
+    found = problem()
+    if found is not None:
         packed.restore()
-        return 0, (f"no linear packed: {problem}",)
+        return 0, (f"no linear packed: {found}",)
     if not packed.is_rounded:
         return packed.num_bytes, packed.notes
     packed.round()
-    gap = check.served_difference(model)
-    if gap == float("inf"):
+    error = gap()
+    if error == float("inf"):
         packed.restore()
         return 0, ("no linear packed: with rounded weights its logits are not finite",)
-    return packed.num_bytes, (
-        *packed.notes,
-        f"with them, logits differ by {gap:.1e} from those of unrounded weights",
-    )
+    said = f"with them, logits differ by {error:.1e} from those of unrounded weights"
+    return packed.num_bytes, (*packed.notes, said)
 
 
 def _compiled(

@@ -15,8 +15,8 @@ from shoal.attention.pages import allocate
 from shoal.errors import UnsupportedError
 from shoal.model.base import Ragged, Source
 from shoal.model.build import model_length
-from shoal.model.choose import Chosen, Pack
-from shoal.model.selfcheck import difference, ragged, tolerance
+from shoal.model.choose import Chosen, Pack, pack_if_right
+from shoal.model.selfcheck import ODDITIES, difference, ragged, tolerance
 from shoal.model.seq2seq import EncoderDecoder, Manner
 from shoal.plan.skeleton import embedding_size
 
@@ -28,9 +28,6 @@ _IDS = 1000  # of the vocabulary: low ones are there however it is cut
 _LENGTH_WORDS = ("block", "chunk", "window", "radius")  # in names of settings on which code depends
 _TIMES = 16  # so many of them: past the lengths up to which the model's code goes another way
 _LONGEST = 1500  # tokens of an input: what a check at load may cost
-
-# Whatever a model's own code makes of a batch it was not written for: this manner is not for it.
-_NOT_FOR_IT = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +95,11 @@ def _packed(
             encoder_ids, ids = (torch.tensor(own, device=device) for own in (sample.encoder_ids, sample.ids))
             model.whole(encoder_ids, ids)
 
-    packed = pack(module, run)
-    problem = _problem(model, samples, module.dtype, device) if packed.num_linears else None
-    if problem is not None or not packed.num_linears:
-        packed.restore()
-        return 0, packed.notes if problem is None else (f"no linear packed: {problem}",)
-    if not packed.is_rounded:
-        return packed.num_bytes, packed.notes
-    packed.round()
-    gap = _served_difference(model, samples, module.dtype, device)
-    if gap == float("inf"):
-        packed.restore()
-        return 0, ("no linear packed: with rounded weights its logits are not finite",)
-    said = f"with them, logits differ by {gap:.1e} from those of unrounded weights"
-    return packed.num_bytes, (*packed.notes, said)
+    return pack_if_right(
+        pack(module, run),
+        lambda: _problem(model, samples, module.dtype, device),
+        lambda: _served_difference(model, samples, module.dtype, device),
+    )
 
 
 def _sample(model: EncoderDecoder, encoder: int, decoder: int, device: torch.device) -> _Sample:
@@ -161,7 +149,7 @@ def _problem(
         ids = torch.tensor(samples[0].ids, device=device)
         model.plain(ids, torch.arange(len(ids), device=device))
         error = _served_difference(model, samples, dtype, device)
-    except _NOT_FOR_IT as e:
+    except ODDITIES as e:
         return f"{type(e).__name__}: {str(e)[:200]}"
     return None if error <= tolerance(dtype) else f"logits over pages differ by {error:.1e}"
 
