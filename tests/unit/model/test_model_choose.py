@@ -106,14 +106,6 @@ def test_models_built_by_several_threads_leave_torch_as_it_was() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's compiler, of torch and of setuptools
-@torch.inference_mode()
-def test_what_torch_compiles_gives_the_models_own_logits() -> None:
-    chosen = serve_causal(families.build("llama"), paged_sdpa, CPU, compiles=True)
-    assert chosen.model.way == "paged"
-    assert any(note.startswith("compiled in ") for note in chosen.notes), chosen.notes
-
-
 @torch.inference_mode()
 def test_what_does_not_compile_is_put_back_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(module: torch.nn.Module, dynamic: bool) -> None:
