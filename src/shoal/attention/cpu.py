@@ -23,6 +23,7 @@ __all__ = ["CpuPaged"]
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _LINE_BYTES = 64
+_FLOAT_BYTES = 4
 _MOST_LANES = 16  # a record and a tile of keys are laid out for the widest vectors there are
 _ALL = 1 << 40  # positions, more than any sequence has
 _WRITE_ALONE_BYTES = 1 << 16  # a copy of less is done before another thread has woken up
@@ -64,7 +65,7 @@ class CpuPaged:
         self._write_call = _Memory(8 * at.WRITE_LENGTH)
         self._write_fields = self._write_call.bytes.view(np.int64)
         self._scratch, self._partials = _Memory(_LINE_BYTES), _Memory(_LINE_BYTES)
-        self._work: dict[tuple[int, int, int], _Work] = {}
+        self._work: dict[tuple[int, int, int, int], _Work] = {}
         self._layouts: dict[tuple[int, int], _Layout] = {}
 
     def write(self, pages: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -185,7 +186,8 @@ class CpuPaged:
             heads: KV heads.
             group: query heads that read one of them.
         """
-        work = self._work_of(batch, heads, group, _window(variant))
+        together = at.TOGETHER_BYTES // (_FLOAT_BYTES * at.KEY_BLOCK * (key_width + value_width))
+        work = self._work_of(batch, heads, group, _window(variant), together)
         return (*work.fields, *self._memory_fields(key_width, value_width, work.num_records))
 
     def _memory_fields(self, key_width: int, value_width: int, num_records: int) -> tuple[int, ...]:
@@ -200,8 +202,8 @@ class CpuPaged:
             self.team.barrier_address, self.team.spin_ns, *layout.offsets,
         )  # fmt: skip
 
-    def _work_of(self, batch: AttentionBatch, heads: int, group: int, window: int) -> _Work:
-        key = (heads, group, window)
+    def _work_of(self, batch: AttentionBatch, heads: int, group: int, window: int, together: int) -> _Work:
+        key = (heads, group, window, together)
         work = self._work.get(key)
         if work is not None and work.batch is batch:
             return work
@@ -212,7 +214,7 @@ class CpuPaged:
         bounds = np.zeros(threads + 2, np.int64)
         addresses = items.ctypes.data, bounds.ctypes.data, merges.ctypes.data
         start, count = sequences.ctypes.data, len(sequences)
-        records = int(plan_items(start, count, heads, group, window, threads, *addresses))
+        records = int(plan_items(start, count, heads, group, window, together, threads, *addresses))
         fields = (start, count, *addresses, int(bounds[threads + 1]))
         work = self._work[key] = _Work(batch, sequences, items, bounds, merges, records, fields)
         return work
@@ -238,7 +240,7 @@ def _layout(key_width: int, value_width: int) -> _Layout:
         4 * at.TILE_ROWS * key_width,  # queries
         4 * key_width * 2 * _MOST_LANES,  # keys in columns
         4 * at.TILE_ROWS * at.KEY_BLOCK,  # weights
-        8 * (at.KEY_BLOCK + 2 * _MOST_LANES),  # slots, and those of the next keys to be fetched
+        8 * 2 * at.KEY_BLOCK,  # slots of a block's keys, and of the next one's
         record * at.TILE_ROWS,  # what a tile has so far
         record * at.TILE_ROWS,  # and one block's part
     )

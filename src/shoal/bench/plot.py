@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.errors import UsageError
 
-__all__ = ["bars", "check_can_plot", "line"]
+__all__ = ["bars", "check_can_plot"]
 
 
 def check_can_plot(path: Path) -> None:
@@ -41,29 +41,6 @@ def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]
     axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right")
     axes.set_ylabel(unit)
     axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def line(
-    path: Path, points: Sequence[tuple[float, float, str]], fit: tuple[float, float], x_unit: str, y_unit: str
-) -> None:
-    """Points from zero on, each with a word beside it, and a straight line.
-
-    Args:
-        path: the PNG file to write.
-        points: x, y and the word.
-        fit: the line's y at 0, and its slope.
-        x_unit, y_unit: of the axes.
-    """
-    figure, axes = _figure(6.0)
-    last = max(x for x, _, _ in points)
-    axes.plot([0, last], [fit[0], fit[0] + fit[1] * last], linewidth=1)
-    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o")
-    for x, y, word in points:
-        axes.annotate(word, (x, y), textcoords="offset points", xytext=(4, -12))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(x_unit)
-    axes.set_ylabel(y_unit)
     figure.savefig(path, dpi=150)
 
 

@@ -192,15 +192,15 @@ def _raise_what_is_wrong(found: _Measured) -> None:
 @taking(CONTEXT, JSON, COMMON)
 def context(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any]) -> None:
     """Measure how a token's time grows with its context, beside the bytes of keys and values it reads."""
+    from shoal.bench.chart import check_can_chart, context_chart
     from shoal.bench.context import ContextOrder, growth, measure_context
-    from shoal.bench.plot import check_can_plot
     from shoal.bench.subject import load_ceiling, load_subject, machine
-    from shoal.cli.bench_report import document, plot_context, point_line, print_context
+    from shoal.cli.bench_report import document, point_line, print_context
     from shoal.device.cpu import threads_per_rank
 
     set_up_logs(options, default_level="warning")
-    if "plot" in options:
-        check_can_plot(options["plot"])
+    if "chart" in options:
+        check_can_chart(options["chart"])
     asked: dict[str, Any] = {name: options[name] for name in ("tokens", "repeats") if name in options}
     if "lengths" in options:
         asked["lengths"] = numbers(options["lengths"], "lengths")
@@ -224,8 +224,8 @@ def context(model: Annotated[str, _MODEL] = "demo", *, options: Mapping[str, Any
         print_json(document(machine(), **facts, rows=rows, growth=line.to_dict()))
     else:
         print_context(points, line, roof)
-    if "plot" in options:
-        plot_context(options["plot"], points, line)
+    if "chart" in options:
+        options["chart"].write_text(context_chart(points, line, roof), encoding="utf-8")
 
 
 @app.command()

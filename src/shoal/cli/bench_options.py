@@ -145,10 +145,10 @@ CONTEXT = (
     Flag(name="tokens", type=int, help="Tokens decoded at each length.", default="24", metavar="N"),
     Flag(name="repeats", type=int, help="Rounds; the figure is their median.", default="5", metavar="N"),
     Flag(
-        name="plot",
+        name="chart",
         type=Path,
-        help="Draw the times into this file too; needs matplotlib.",
-        metavar="FILE.png",
+        help="Draw the times over the bytes into this file too.",
+        metavar="FILE.svg",
     ),
     *ENGINE,
 )

@@ -19,7 +19,6 @@ __all__ = [
     "document",
     "evidence",
     "plot",
-    "plot_context",
     "point_line",
     "print_comm",
     "print_context",
@@ -239,16 +238,3 @@ def print_context(points: Sequence[ContextPoint], line: Growth, roof: Roof | Non
         words += f", {line.bandwidth_share:.0%} of what the machine reads"
     print_lines([f"{words} (no point is further than {line.largest_deviation:.1%} from this)"])
     print_lines([] if roof is None else [_roof(roof)])
-
-
-def plot_context(path: Path, points: Sequence[ContextPoint], line: Growth) -> None:
-    """Draw time over bytes."""
-    from shoal.bench.plot import line as draw
-
-    draw(
-        path,
-        [(point.kv_bytes / 1e6, point.ms_per_token, f"{point.context}") for point in points],
-        (line.base_ms, line.ms_per_gbyte / 1e3),
-        "MB of keys and values read for a token (words: tokens of context)",
-        "ms a token",
-    )

@@ -7,6 +7,8 @@ Knows no tensor and no thread: a part is given its number and the address of a c
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.cpu_kernels import attention_arguments as at
 from shoal.cpu_kernels.attention_block import attend_block, finish_rows, load_queries, merge_rows
 from shoal.cpu_kernels.attention_products import load_item
@@ -33,66 +35,57 @@ def attend(index: int, count: int, call: int) -> int:
 def attend_items(index: int, count: int, call: int) -> int:
     """This part's items: whole ones are finished, the others leave a partial result for each key block."""
     scratch = load_int64(call, at.SCRATCH) + index * load_int64(call, at.SCRATCH_STRIDE)
+    total, partial = scratch + load_int64(call, at.TOTAL), scratch + load_int64(call, at.PARTIAL)
+    slots = scratch + load_int64(call, at.SLOTS)
+    then_slots, is_known = slots + 8 * at.KEY_BLOCK, False
     bounds, items = load_int64(call, at.BOUNDS), load_int64(call, at.ITEMS)
-    last = load_int64(bounds, index + 1)
-    for number in range(load_int64(bounds, index), last):
+    last_item = load_int64(bounds, index + 1)
+    for number in range(load_int64(bounds, index), last_item):
         item = items + 8 * at.ITEM_LENGTH * number
-        then = item + 8 * at.ITEM_LENGTH if number + 1 < last else 0
+        rows = load_int64(item, at.NUM_HEADS) * load_int64(item, at.NUM_ROWS)
+        is_whole = load_int64(item, at.PARTIAL_RECORD) < 0
+        first, last = load_int64(item, at.FIRST_BLOCK), load_int64(item, at.LAST_BLOCK)
         load_queries(call, item, scratch)
-        if load_int64(item, at.PARTIAL_RECORD) < 0:
-            _attend_whole(call, item, scratch, then)
-        else:
-            _attend_shared(call, item, scratch, then)
+        for block in range(first, last):
+            then, then_block = item, block + 1
+            if then_block == last:
+                then = item + 8 * at.ITEM_LENGTH if number + 1 < last_item else 0
+                then_block = load_int64(then, at.FIRST_BLOCK) if then != 0 else 0
+            if is_whole:
+                out = total if block == first else partial
+            else:
+                out = _record(call, load_int64(item, at.PARTIAL_RECORD) + (block - first) * rows)
+            attend_block(call, item, scratch, block, out, slots, is_known, then, then_block, then_slots)
+            slots, then_slots, is_known = then_slots, slots, True
+            if is_whole and block > first:
+                merge_rows(call, rows, total, partial)
+        if is_whole:
+            finish_rows(call, item, 0, rows, total)
     return 0
 
 
-@kernel(fastmath=False)
-def _attend_whole(call: int, item: int, scratch: int, then: int) -> None:
-    total, partial = scratch + load_int64(call, at.TOTAL), scratch + load_int64(call, at.PARTIAL)
-    first, last = load_int64(item, at.FIRST_BLOCK), load_int64(item, at.LAST_BLOCK)
-    rows = load_int64(item, at.NUM_ROWS)
-    for block in range(first, last):
-        out = total if block == first else partial
-        if block + 1 < last:
-            attend_block(call, item, scratch, block, out, item, block + 1)
-        else:
-            attend_block(call, item, scratch, block, out, then, _first_block(then))
-        if block > first:
-            merge_rows(call, rows, total, partial)
-    finish_rows(call, item, total)
-
-
-@kernel(fastmath=False)
-def _attend_shared(call: int, item: int, scratch: int, then: int) -> None:
-    out = load_int64(call, at.PARTIALS)
-    out += load_int64(item, at.PARTIAL_RECORD) * load_int64(call, at.RECORD_STRIDE)
-    last = load_int64(item, at.LAST_BLOCK)
-    for block in range(load_int64(item, at.FIRST_BLOCK), last):
-        if block + 1 < last:
-            attend_block(call, item, scratch, block, out, item, block + 1)
-        else:
-            attend_block(call, item, scratch, block, out, then, _first_block(then))
-        out += load_int64(item, at.NUM_ROWS) * load_int64(call, at.RECORD_STRIDE)
-
-
 @kernel(fastmath=False, inline="always")
-def _first_block(item: int) -> int:
-    return load_int64(item, at.FIRST_BLOCK) if item != 0 else 0
+def _record(call: int, number: int) -> Any:
+    return load_int64(call, at.PARTIALS) + number * load_int64(call, at.RECORD_STRIDE)
 
 
 @kernel(fastmath=False)
 def merge_items(index: int, count: int, call: int) -> int:
-    """Every ``count``-th merge: the partial results of all blocks in order, into the first, and finish it."""
-    record, merges = load_int64(call, at.RECORD_STRIDE), load_int64(call, at.MERGES)
-    for number in range(index, load_int64(call, at.NUM_MERGES), count):
+    """Every ``count``-th row of what is to be merged: its blocks' results in order, into the first, and
+    finish it."""
+    stride, merges = load_int64(call, at.RECORD_STRIDE), load_int64(call, at.MERGES)
+    before = 0
+    for number in range(load_int64(call, at.NUM_MERGES)):
         item = merges + 8 * at.ITEM_LENGTH * number
-        rows = load_int64(item, at.NUM_ROWS)
-        total = load_int64(call, at.PARTIALS) + load_int64(item, at.PARTIAL_RECORD) * record
-        partial = total
-        for _ in range(load_int64(item, at.FIRST_BLOCK) + 1, load_int64(item, at.LAST_BLOCK)):
-            partial += rows * record
-            merge_rows(call, rows, total, partial)
-        finish_rows(call, item, total)
+        rows = load_int64(item, at.NUM_HEADS) * load_int64(item, at.NUM_ROWS)
+        blocks = load_int64(item, at.LAST_BLOCK) - load_int64(item, at.FIRST_BLOCK)
+        first = _record(call, load_int64(item, at.PARTIAL_RECORD))
+        for row in range((index - before) % count, rows, count):
+            total = first + row * stride
+            for block in range(1, blocks):
+                merge_rows(call, 1, total, total + block * rows * stride)
+            finish_rows(call, item, row, row + 1, first)
+        before += rows
     return 0
 
 

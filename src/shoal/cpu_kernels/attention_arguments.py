@@ -14,6 +14,10 @@ nor threads that share a long context change a bit of it."""
 TILE_ROWS = 48
 """Rows (tokens times the query heads of one KV head) that go together: eight full groups of a product."""
 
+TOGETHER_BYTES = 1 << 18
+"""What the keys and values of a block that an item reads may take at most, beyond one head's: while they are
+worked on the next ones are fetched, and both should fit into a core's own cache."""
+
 # A call of the attention kernels.
 QUERY, QUERY_TOKEN_STRIDE, QUERY_HEAD_STRIDE, QUERY_KIND = 0, 1, 2, 3  # [T, Hq, Ek]
 KEYS, KEY_SLOT_STRIDE, KEY_HEAD_STRIDE = 4, 5, 6  # [N * S, H, Ek]
@@ -38,9 +42,13 @@ CALL_LENGTH = 43
 FIRST_TOKEN, NUM_TOKENS, LENGTH, TABLE = 0, 1, 2, 3  # TABLE: int64 block ids
 SEQUENCE_LENGTH = 4
 
-# An item: rows of one sequence under one KV head, over some of their key blocks; a merge: the same over all.
+# An item: rows of one sequence under each of some KV heads that lie side by side, over some of their key
+# blocks; a merge: the same over all.
 SEQUENCE, HEAD, FIRST_ROW, NUM_ROWS, FIRST_BLOCK, LAST_BLOCK = 0, 1, 2, 3, 4, 5
-PARTIAL_RECORD = 6  # the record of the first row's first block; -1: the item is whole and merges as it goes
+PARTIAL_RECORD = (
+    6  # the first head's first row's, of the first block; -1: the item is whole and merges as it goes
+)
+NUM_HEADS = 7
 ITEM_LENGTH = 8
 
 # A call of the kernel that writes pages: these for the keys, the same for the values, then the rest.

@@ -1,4 +1,5 @@
-"""One tile of rows against one block of keys, and what is made of such partial results. Knows no batch.
+"""One tile of rows, under some KV heads, against one block of keys, and what is made of such partial results.
+Knows no batch.
 
 The softmax is online: a block gives each row its values weighted by exp(score - m), the sum of the weights
 and m, the row's largest score in the block. Two such results merge into one; a row that sees nothing of a
@@ -14,22 +15,29 @@ from typing import Any
 import numpy as np
 
 from shoal.cpu_kernels import attention_arguments as at
+from shoal.cpu_kernels.attention_fetch import (
+    end_visible,
+    fetch_share,
+    find_slots,
+    first_visible,
+    row_position,
+    seen_keys,
+)
 from shoal.cpu_kernels.attention_products import load_item, score_product, transpose_tile, value_product
+from shoal.cpu_kernels.attention_scores import MOST_QUERIES, score_few
 from shoal.cpu_kernels.attention_vectors import (
     blend_vectors,
     exponentials,
     largest,
-    prefetch,
     softcap_vectors,
     vector_lanes,
 )
-from shoal.cpu_kernels.memory import load_float32, load_int64, store_bfloat16, store_float32, store_int64
+from shoal.cpu_kernels.memory import load_float32, load_int64, store_bfloat16, store_float32
 from shoal.jit.compile import kernel
 
 __all__ = ["attend_block", "finish_rows", "load_queries", "merge_rows"]
 
 _WEIGHT_STRIDE = 4 * at.KEY_BLOCK
-_LINE_BYTES = 64
 _FEW_ROWS = 12  # up to so many rows a block waits for memory, not for arithmetic
 _NOTHING = np.float32(-np.inf)
 
@@ -41,43 +49,19 @@ def _float_argument(call: int, which: int) -> Any:
 
 
 @kernel(fastmath=False)
-def _row_position(call: int, item: int, row: int) -> Any:
-    """The position that a row of the item's tile stands at."""
-    sequence = load_int64(call, at.SEQUENCES) + 8 * at.SEQUENCE_LENGTH * load_int64(item, at.SEQUENCE)
-    token = (load_int64(item, at.FIRST_ROW) + row) // load_int64(call, at.GROUP)
-    return load_int64(sequence, at.LENGTH) - load_int64(sequence, at.NUM_TOKENS) + token
-
-
-@kernel(fastmath=False, inline="always")
-def _first_visible(call: int, position: int) -> Any:
-    """The first position that a query at ``position`` sees."""
-    window = abs(load_int64(call, at.WINDOW))
-    return max(0, position - window + 1) if window > 0 else 0
-
-
-@kernel(fastmath=False, inline="always")
-def _end_visible(call: int, item: int, position: int) -> Any:
-    """The position behind the last that a query at ``position`` sees."""
-    window = load_int64(call, at.WINDOW)
-    if window >= 0:
-        return position + 1
-    sequence = load_int64(call, at.SEQUENCES) + 8 * at.SEQUENCE_LENGTH * load_int64(item, at.SEQUENCE)
-    return min(load_int64(sequence, at.LENGTH), position - window)
-
-
-@kernel(fastmath=False)
 def load_queries(call: int, item: int, scratch: int) -> None:
-    """The tile's queries, times the scale, into scratch as float32."""
+    """The tile's queries under each head, times the scale, into scratch as float32."""
     group, width = load_int64(call, at.GROUP), load_int64(call, at.KEY_WIDTH)
     sequence = load_int64(call, at.SEQUENCES) + 8 * at.SEQUENCE_LENGTH * load_int64(item, at.SEQUENCE)
     scale, kind = _float_argument(call, at.SCALE), load_int64(call, at.QUERY_KIND)
-    for row in range(load_int64(item, at.NUM_ROWS)):
-        flat = load_int64(item, at.FIRST_ROW) + row
+    rows = load_int64(item, at.NUM_ROWS)
+    for number in range(load_int64(item, at.NUM_HEADS) * rows):
+        flat = load_int64(item, at.FIRST_ROW) + number % rows
         token = load_int64(sequence, at.FIRST_TOKEN) + flat // group
-        head = load_int64(item, at.HEAD) * group + flat % group
+        head = (load_int64(item, at.HEAD) + number // rows) * group + flat % group
         source = load_int64(call, at.QUERY) + token * load_int64(call, at.QUERY_TOKEN_STRIDE)
         source += head * load_int64(call, at.QUERY_HEAD_STRIDE)
-        out = scratch + load_int64(call, at.QUERY_ROWS) + 4 * row * width
+        out = scratch + load_int64(call, at.QUERY_ROWS) + 4 * number * width
         if kind:
             for column in range(width):
                 store_float32(out, column, load_item(source, column, 1) * scale)
@@ -88,114 +72,80 @@ def load_queries(call: int, item: int, scratch: int) -> None:
 
 @kernel(fastmath=False)
 def attend_block(
-    call: int, item: int, scratch: int, block: int, out: int, then: int, then_block: int
-) -> None:
-    """Partial results of the tile's rows over one key block.
+    call: int, item: int, scratch: int, block: int, out: int, slots: int, is_known: bool,
+    then: int, then_block: int, then_slots: int,
+) -> None:  # fmt: skip
+    """Partial results of the tile's rows over one key block, under one head after the other.
 
     Args:
         block: its number; its first position is ``block * KEY_BLOCK``.
-        out: address of the first row's record; the others follow.
-        then, then_block: the item and block that come next, whose first keys are fetched meanwhile; 0: none.
+        out: address of the first head's first row's record; the others follow.
+        slots: room for the slots of a block's keys.
+        is_known: they are there already, and what lies in them has been fetched.
+        then, then_block: the item and block that come next, whose slots go to ``then_slots`` and which is
+            fetched meanwhile; 0: none.
     """
-    rows, start, record = (
-        load_int64(item, at.NUM_ROWS),
-        block * at.KEY_BLOCK,
-        load_int64(call, at.RECORD_STRIDE),
-    )
-    width, kind = load_int64(call, at.VALUE_WIDTH), load_int64(call, at.PAGE_KIND)
-    seen = _end_visible(
-        call, item, _row_position(call, item, rows - 1)
-    )  # by the last row, which sees furthest
-    first = max(0, _first_visible(call, _row_position(call, item, 0)) - start)
-    last = min(at.KEY_BLOCK, seen - start)
-    slots, weights = scratch + load_int64(call, at.SLOTS), scratch + load_int64(call, at.WEIGHTS)
-    _find_slots(call, item, start, first, last, slots)
-    _compute_scores(call, item, scratch, first, last)
-    for row in range(rows):
-        maximum = out + row * record + record - 8
-        _weigh(call, item, row, start, first, last, weights + row * _WEIGHT_STRIDE, maximum)
-    if then != 0 and rows <= _FEW_ROWS:
-        _fetch_first_keys(call, then, then_block, slots + 8 * at.KEY_BLOCK)
+    rows, heads = load_int64(item, at.NUM_ROWS), load_int64(item, at.NUM_HEADS)
+    first, last = seen_keys(call, item, block)
+    then_first, then_last = 0, 0
+    if not is_known:
+        find_slots(call, item, block, first, last, slots)
+    if then != 0:
+        then_first, then_last = seen_keys(call, then, then_block)
+        find_slots(call, then, then_block, then_first, then_last, then_slots)
+    waits, tile = rows <= _FEW_ROWS, 2 * vector_lanes()
+    if waits and not is_known:
+        fetch_share(call, item, slots, first, last, 0, 1)
+    width, kind, record = (
+        load_int64(call, at.VALUE_WIDTH), load_int64(call, at.PAGE_KIND), load_int64(call, at.RECORD_STRIDE)
+    )  # fmt: skip
+    weights, stride = scratch + load_int64(call, at.WEIGHTS), load_int64(call, at.VALUE_SLOT_STRIDE)
     values = load_int64(call, at.VALUES) + load_int64(item, at.HEAD) * load_int64(call, at.VALUE_HEAD_STRIDE)
-    stride = load_int64(call, at.VALUE_SLOT_STRIDE)
-    value_product(rows, weights, _WEIGHT_STRIDE, first, last, values, stride, slots, width, kind, out, record)
+    tiles = -(-last // tile) - first // tile
+    for head in range(heads):
+        for number in range(tiles):
+            if waits and then != 0:
+                step = head * tiles + number
+                fetch_share(call, then, then_slots, then_first, then_last, step, heads * tiles)
+            _compute_scores(call, item, head, scratch, slots, first - first % tile + number * tile)
+        own = out + head * rows * record
+        for row in range(rows):
+            maximum = own + row * record + record - 8
+            _weigh(call, item, head, row, block, first, last, weights + row * _WEIGHT_STRIDE, maximum)
+        value_product(
+            rows, weights, _WEIGHT_STRIDE, first, last, values, stride, slots, width, kind, own, record
+        )
+        values += load_int64(call, at.VALUE_HEAD_STRIDE)
 
 
 @kernel(fastmath=False)
-def _find_slots(call: int, item: int, start: int, first: int, last: int, slots: int) -> None:
-    """The slot of each position of the block from ``first`` to ``last``, widened to whole tiles of keys.
-
-    Where a tile reaches beyond ``last`` the last slot stands in: readable, and masked later.
-    """
-    sequence = load_int64(call, at.SEQUENCES) + 8 * at.SEQUENCE_LENGTH * load_int64(item, at.SEQUENCE)
-    table, size = load_int64(sequence, at.TABLE), load_int64(call, at.BLOCK_SIZE)
-    tile = 2 * vector_lanes()
-    key = first - first % tile
-    page, offset = (start + key) // size, (start + key) % size
-    slot = load_int64(table, page) * size + offset
-    while key < last:
-        store_int64(slots, key, slot)
-        key, offset, slot = key + 1, offset + 1, slot + 1
-        if offset == size and key < last:
-            page, offset = page + 1, 0
-            slot = load_int64(table, page) * size
-    while key % tile:
-        store_int64(slots, key, load_int64(slots, last - 1))
-        key += 1
-
-
-@kernel(fastmath=False)
-def _compute_scores(call: int, item: int, scratch: int, first: int, last: int) -> None:
-    """Scores of the tile's rows against keys ``first`` to ``last``, in whole tiles of keys."""
+def _compute_scores(call: int, item: int, head: int, scratch: int, slots: int, key: int) -> None:
+    """Scores of the tile's rows under one head against the tile of keys from ``key`` on."""
     rows, width = load_int64(item, at.NUM_ROWS), load_int64(call, at.KEY_WIDTH)
-    queries, columns = scratch + load_int64(call, at.QUERY_ROWS), scratch + load_int64(call, at.COLUMNS)
-    slots, weights = scratch + load_int64(call, at.SLOTS), scratch + load_int64(call, at.WEIGHTS)
-    keys = load_int64(call, at.KEYS) + load_int64(item, at.HEAD) * load_int64(call, at.KEY_HEAD_STRIDE)
+    queries = scratch + load_int64(call, at.QUERY_ROWS) + 4 * head * rows * width
+    out, own = scratch + load_int64(call, at.WEIGHTS) + 4 * key, slots + 8 * key
+    keys = load_int64(call, at.KEYS)
+    keys += (load_int64(item, at.HEAD) + head) * load_int64(call, at.KEY_HEAD_STRIDE)
     stride, kind = load_int64(call, at.KEY_SLOT_STRIDE), load_int64(call, at.PAGE_KIND)
-    tile = 2 * vector_lanes()
-    for key in range(first - first % tile, last, tile):
-        if rows <= _FEW_ROWS:
-            _fetch(call, item, slots + 8 * key, tile, at.VALUES)
-            if key + tile < last:
-                _fetch(call, item, slots + 8 * (key + tile), tile, at.KEYS)
-        transpose_tile(slots + 8 * key, keys, stride, width, kind, columns)
-        score_product(rows, queries, 4 * width, width, columns, weights + 4 * key, _WEIGHT_STRIDE)
-
-
-@kernel
-def _fetch(call: int, item: int, slots: int, count: int, which: int) -> None:
-    """Have rows of the pages brought nearer; ``which`` is KEYS or VALUES."""
-    slot_stride, head_stride = load_int64(call, which + 1), load_int64(call, which + 2)
-    start = load_int64(call, which) + load_int64(item, at.HEAD) * head_stride
-    for index in range(count):
-        row = start + load_int64(slots, index) * slot_stride
-        for offset in range(0, head_stride, _LINE_BYTES):
-            prefetch(row + offset)
-
-
-@kernel
-def _fetch_first_keys(call: int, item: int, block: int, slots: int) -> None:
-    """Have the first keys of an item's block brought nearer. ``slots``: room for a tile of them."""
-    start = block * at.KEY_BLOCK
-    first = max(0, _first_visible(call, _row_position(call, item, 0)) - start)
-    seen = _end_visible(call, item, _row_position(call, item, load_int64(item, at.NUM_ROWS) - 1))
-    tile = 2 * vector_lanes()
-    begin, last = first - first % tile, min(first - first % tile + tile, seen - start)
-    _find_slots(call, item, start, first, last, slots - 8 * begin)
-    _fetch(call, item, slots, last - begin, at.KEYS)
+    if rows <= MOST_QUERIES:
+        score_few(rows, queries, 4 * width, width, own, keys, stride, kind, out, _WEIGHT_STRIDE)
+    else:
+        columns = scratch + load_int64(call, at.COLUMNS)
+        transpose_tile(own, keys, stride, width, kind, columns)
+        score_product(rows, queries, 4 * width, width, columns, out, _WEIGHT_STRIDE)
 
 
 @kernel(fastmath=False)
 def _weigh(
-    call: int, item: int, row: int, start: int, first: int, last: int, weights: int, maximum: int
+    call: int, item: int, head: int, row: int, block: int, first: int, last: int, weights: int, maximum: int
 ) -> None:
     """A row's scores become its weights, exp(score - largest); the largest and the sum go to ``maximum``."""
     lanes = vector_lanes()
-    begin, end = first - first % lanes, last + (-last) % lanes
+    begin, end, start = first - first % lanes, last + (-last) % lanes, block * at.KEY_BLOCK
     count = end - begin
-    position = _row_position(call, item, row)
-    low = max(first, _first_visible(call, position) - start)
-    high = min(last, _end_visible(call, item, position) - start)
+    position = row_position(call, item, row)
+    low = max(first, first_visible(call, position) - start)
+    high = min(last, end_visible(call, item, position) - start)
     if low >= high:
         for key in range(begin, end):
             store_float32(weights, key, np.float32(0.0))
@@ -206,7 +156,7 @@ def _weigh(
     if softcap != np.float32(0.0):
         softcap_vectors(weights + 4 * begin, count, softcap)
     if load_int64(call, at.SLOPES) != 0:
-        _add_distances(call, item, row, start - position, low, high, weights)
+        _add_distances(call, item, head, row, start - position, low, high, weights)
     for key in range(begin, low):
         store_float32(weights, key, _NOTHING)
     for key in range(high, end):
@@ -218,11 +168,13 @@ def _weigh(
 
 
 @kernel(fastmath=False)
-def _add_distances(call: int, item: int, row: int, shift: int, low: int, high: int, weights: int) -> None:
+def _add_distances(
+    call: int, item: int, head: int, row: int, shift: int, low: int, high: int, weights: int
+) -> None:
     """ALiBi: the head's slope times (key's position - query's), which is ``key + shift``."""
     group = load_int64(call, at.GROUP)
-    head = load_int64(item, at.HEAD) * group + (load_int64(item, at.FIRST_ROW) + row) % group
-    slope = load_float32(load_int64(call, at.SLOPES), head)
+    query_head = (load_int64(item, at.HEAD) + head) * group + (load_int64(item, at.FIRST_ROW) + row) % group
+    slope = load_float32(load_int64(call, at.SLOPES), query_head)
     for key in range(low, high):
         store_float32(weights, key, load_float32(weights, key) + slope * np.float32(key + shift))
 
@@ -253,16 +205,21 @@ def merge_rows(call: int, rows: int, total: int, partial: int) -> None:
 
 
 @kernel(fastmath=False)
-def finish_rows(call: int, item: int, total: int) -> None:
-    """Divide by the sum of weights, the sink's among them, and write the result; 0 where nothing was seen."""
+def finish_rows(call: int, item: int, first: int, last: int, total: int) -> None:
+    """Divide by the sum of weights, the sink's among them, and write the result; 0 where nothing was seen.
+
+    Args:
+        first, last: of the item's rows, those of one head behind those of another.
+        total: address of row 0's record.
+    """
     record, width = load_int64(call, at.RECORD_STRIDE), load_int64(call, at.VALUE_WIDTH)
-    group, sinks = load_int64(call, at.GROUP), load_int64(call, at.SINKS)
+    group, sinks, rows = load_int64(call, at.GROUP), load_int64(call, at.SINKS), load_int64(item, at.NUM_ROWS)
     sequence = load_int64(call, at.SEQUENCES) + 8 * at.SEQUENCE_LENGTH * load_int64(item, at.SEQUENCE)
-    for row in range(load_int64(item, at.NUM_ROWS)):
-        flat = load_int64(item, at.FIRST_ROW) + row
-        head = load_int64(item, at.HEAD) * group + flat % group
+    for number in range(first, last):
+        flat = load_int64(item, at.FIRST_ROW) + number % rows
+        head = (load_int64(item, at.HEAD) + number // rows) * group + flat % group
         token = load_int64(sequence, at.FIRST_TOKEN) + flat // group
-        source = total + row * record
+        source = total + number * record
         best, sum_ = load_float32(source, record // 4 - 2), load_float32(source, record // 4 - 1)
         factor = np.float32(0.0)
         if best != _NOTHING and sinks == 0:

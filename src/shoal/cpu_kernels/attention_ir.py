@@ -27,6 +27,8 @@ __all__ = [
     "host_lanes",
     "indices",
     "load",
+    "load_columns",
+    "load_item_at",
     "load_vector",
     "store",
     "tree",
@@ -73,14 +75,11 @@ def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
 
 
 def load_vector(builder: Any, address: Any, is_bfloat16: bool) -> Any:
-    """A vector of float32; bfloat16 is the upper half of a float32's bits."""
+    """A vector of float32."""
     lanes = host_lanes()
     if not is_bfloat16:
         return load(builder, address, ir.VectorType(F32, lanes))
-    wide = ir.VectorType(I32, lanes)
-    halves = builder.zext(load(builder, address, ir.VectorType(I16, lanes), 2), wide)
-    bits = builder.shl(halves, ir.Constant(wide, [16] * lanes))
-    return builder.bitcast(bits, ir.VectorType(F32, lanes))
+    return _widened(builder, load(builder, address, ir.VectorType(I16, lanes), 2))
 
 
 def everywhere(builder: Any, scalar: Any) -> Any:
@@ -150,3 +149,90 @@ def each_vector(builder: Any, address: Any, count: Any, start: Any, body: Callab
     builder.cbranch(builder.icmp_unsigned("<", further, end), loop, after)
     builder.position_at_end(after)
     return following
+
+
+def load_item_at(builder: Any, address: Any, is_bfloat16: bool) -> Any:
+    """One number as float32."""
+    if not is_bfloat16:
+        return load(builder, address, F32)
+    half = builder.zext(load(builder, address, I16, 2), I32)
+    return builder.bitcast(builder.shl(half, ir.Constant(I32, 16)), F32)
+
+
+def load_columns(builder: Any, rows: list[Any], is_bfloat16: bool) -> list[Any]:
+    """The square of numbers that begins at each of one vector's addresses, by columns.
+
+    Four rows at a time lie in the quarters of a vector when they are loaded, so that all that is left is to
+    turn squares of four by four, every one within a quarter.
+    """
+    lanes = host_lanes()
+    columns = []
+    for first in range(0, lanes, 4):
+        offset = constant(first * (2 if is_bfloat16 else 4))
+        parts = [
+            _load_quarters(builder, [builder.add(row, offset) for row in rows[at::4]], is_bfloat16)
+            for at in range(4)
+        ]
+        columns += _turned_quarters(builder, parts)
+    return columns
+
+
+def _load_quarters(builder: Any, addresses: list[Any], is_bfloat16: bool) -> Any:
+    """Four numbers from each address, one after the other."""
+    kind = ir.VectorType(I16 if is_bfloat16 else F32, 4)
+    parts = [load(builder, address, kind, 2 if is_bfloat16 else 4) for address in addresses]
+    while len(parts) > 1:
+        both = indices(list(range(2 * parts[0].type.count)))
+        parts = [builder.shuffle_vector(a, b, both) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return _widened(builder, parts[0]) if is_bfloat16 else parts[0]
+
+
+def _turned_quarters(builder: Any, rows: list[Any]) -> list[Any]:
+    """Four vectors, each quarter of them a square that is turned."""
+    for _ in range(2):
+        rows = [
+            builder.shuffle_vector(rows[i], rows[i + 2], _interleaved(half))
+            for i in range(2)
+            for half in (0, 2)
+        ]
+    return rows
+
+
+def _interleaved(half: int) -> Any:
+    """In each quarter, two numbers of one vector and two of another in turn."""
+    lanes = host_lanes()
+    return indices(
+        [
+            quarter + half + at + which
+            for quarter in range(0, lanes, 4)
+            for at in range(2)
+            for which in (0, lanes)
+        ]
+    )
+
+
+def _widened(builder: Any, halves: Any) -> Any:
+    """bfloat16 is the upper half of a float32's bits."""
+    wide = ir.VectorType(I32, halves.type.count)
+    bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * halves.type.count))
+    return builder.bitcast(bits, ir.VectorType(F32, halves.type.count))
+
+
+def emit_loop(builder: Any, span: tuple[Any, Any, int], carried: list[Any], body: Any) -> list[Any]:
+    """``body(at, carried)`` for each step of a span (first, end, step) that may be empty."""
+    first, end, step = span
+    before, head, inside, after = builder.block, *(builder.append_basic_block() for _ in range(3))
+    builder.branch(head)
+    builder.position_at_end(head)
+    at, phis = builder.phi(I64), [builder.phi(value.type) for value in carried]
+    builder.cbranch(builder.icmp_signed("<", at, end), inside, after)
+    builder.position_at_end(inside)
+    following = body(at, phis)
+    at.add_incoming(first, before)
+    at.add_incoming(builder.add(at, constant(step)), builder.block)
+    for phi, start, next_ in zip(phis, carried, following, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(next_, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return phis

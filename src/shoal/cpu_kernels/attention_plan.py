@@ -21,7 +21,7 @@ _KEY_COST = 16
 
 @kernel
 def plan_items(
-    sequences: int, num_sequences: int, heads: int, group: int, window: int, threads: int,
+    sequences: int, num_sequences: int, heads: int, group: int, window: int, together: int, threads: int,
     items: int, bounds: int, merges: int,
 ) -> int:  # fmt: skip
     """Lay out a step.
@@ -29,6 +29,7 @@ def plan_items(
     Args:
         sequences: address of the sequences (:mod:`.attention_arguments`).
         window: as in a call (:data:`.attention_arguments.WINDOW`).
+        together: KV heads that an item may have.
         items: room for ``tiles * heads + 2 * ITEMS_PER_THREAD * (threads + heads)`` items, with a tile for
             each TILE_ROWS rows of a sequence.
         bounds: room for ``threads + 2`` int64; bounds[threads + 1] becomes the number of merges.
@@ -49,32 +50,46 @@ def plan_items(
             first_key, last_key = _keys(sequence, group, window, first_row, tile_rows)
             first, last = first_key // at.KEY_BLOCK, -(-last_key // at.KEY_BLOCK)
             key_cost = tile_rows + _KEY_COST
-            pieces = min(last - first, -(-(last_key - first_key) * key_cost // most)) if threads > 1 else 1
-            for head in range(heads):
+            blocks, cost = last - first, heads * (last_key - first_key) * key_cost
+            splits = _head_splits(heads, tile_rows, together, threads if cost > most else 1, blocks)
+            pieces = min(blocks, -(-cost // (splits * most))) if threads > 1 else 1
+            for split in range(splits):
+                head = heads * split // splits
+                num_heads = heads * (split + 1) // splits - head
+                rows_together = num_heads * tile_rows
                 for piece in range(pieces):
-                    begin = first + (last - first) * piece // pieces
-                    end = first + (last - first) * (piece + 1) // pieces
-                    record = records + (begin - first) * tile_rows if pieces > 1 else -1
+                    begin = first + blocks * piece // pieces
+                    end = first + blocks * (piece + 1) // pieces
+                    record = records + (begin - first) * rows_together if pieces > 1 else -1
                     item = items + 8 * at.ITEM_LENGTH * num_items
-                    _describe(item, number, head, first_row, tile_rows, begin, end, record)
+                    _describe(item, number, head, num_heads, first_row, tile_rows, begin, end, record)
                     keys = min(end * at.KEY_BLOCK, last_key) - max(begin * at.KEY_BLOCK, first_key)
+                    cost = num_heads * keys * key_cost
                     # An item goes to the thread in whose share its middle lies.
-                    middle = spent + keys * key_cost // 2
-                    while thread < threads - 1 and middle * threads >= total * (thread + 1):
+                    while thread < threads - 1 and (spent + cost // 2) * threads >= total * (thread + 1):
                         thread += 1
                         store_int64(bounds, thread, num_items)
-                    spent += keys * key_cost
-                    num_items += 1
+                    spent, num_items = spent + cost, num_items + 1
                 if pieces > 1:
                     item = merges + 8 * at.ITEM_LENGTH * num_merges
-                    _describe(item, number, head, first_row, tile_rows, first, last, records)
-                    records += (last - first) * tile_rows
-                    num_merges += 1
+                    _describe(item, number, head, num_heads, first_row, tile_rows, first, last, records)
+                    records, num_merges = records + blocks * rows_together, num_merges + 1
     while thread < threads:
         thread += 1
         store_int64(bounds, thread, num_items)
     store_int64(bounds, threads + 1, num_merges)
     return records
+
+
+@kernel
+def _head_splits(heads: int, rows: int, together: int, threads: int, blocks: int) -> int:
+    """In how many parts a tile's heads are dealt.
+
+    Heads lie side by side in the pages: so an item has as many as may go together, and fewer only where there
+    are too few key blocks for the threads that should share them.
+    """
+    splits = -(-heads // max(1, min(together, at.TILE_ROWS // rows)))
+    return min(heads, max(splits, threads)) if blocks < 2 * threads else splits
 
 
 @kernel
@@ -102,10 +117,12 @@ def _keys(sequence: int, group: int, window: int, first_row: int, rows: int) -> 
 
 @kernel
 def _describe(
-    item: int, sequence: int, head: int, first_row: int, rows: int, begin: int, end: int, record: int
-) -> None:
+    item: int, sequence: int, head: int, num_heads: int, first_row: int, rows: int, begin: int, end: int,
+    record: int,
+) -> None:  # fmt: skip
     store_int64(item, at.SEQUENCE, sequence)
     store_int64(item, at.HEAD, head)
+    store_int64(item, at.NUM_HEADS, num_heads)
     store_int64(item, at.FIRST_ROW, first_row)
     store_int64(item, at.NUM_ROWS, rows)
     store_int64(item, at.FIRST_BLOCK, begin)

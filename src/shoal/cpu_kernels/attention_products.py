@@ -22,8 +22,8 @@ from shoal.cpu_kernels.attention_ir import (
     everywhere,
     floats,
     host_lanes,
-    indices,
     load,
+    load_columns,
     load_vector,
     store,
 )
@@ -239,32 +239,14 @@ def _transpose_intrinsic(is_bfloat16: bool) -> Any:
             rows = []
             for row in range(lanes):
                 slot = load(builder, builder.add(slots, constant(8 * row)), I64)
-                start = builder.add(source, builder.mul(slot, source_stride))
-                rows.append(load_vector(builder, start, is_bfloat16))
-            for column, vector in enumerate(_emit_transposed(builder, rows)):
+                rows.append(builder.add(source, builder.mul(slot, source_stride)))
+            for column, vector in enumerate(load_columns(builder, rows, is_bfloat16)):
                 store(builder, vector, builder.add(out, builder.mul(out_stride, constant(column))))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
 
     return intrinsic(transpose)
-
-
-def _emit_transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Interleaving the two halves of a matrix turns its index left by a bit; row and column change places
-    when it has gone half way round."""
-    lanes = len(rows)
-    low = indices([half * lanes + lane for lane in range(lanes // 2) for half in range(2)])
-    high = indices([half * lanes + lane for lane in range(lanes // 2, lanes) for half in range(2)])
-    step = 1
-    while step < lanes:
-        rows = [
-            builder.shuffle_vector(rows[i], rows[i + lanes // 2], which)
-            for i in range(lanes // 2)
-            for which in (low, high)
-        ]
-        step *= 2
-    return rows
 
 
 _transpose_float32 = _transpose_intrinsic(is_bfloat16=False)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from shoal.cpu_kernels.attention_ir import (
     I8,
-    I32,
     call_vector,
     constant,
     each_vector,
@@ -31,8 +29,8 @@ __all__ = [
     "blend_vectors",
     "exponentials",
     "largest",
-    "prefetch",
     "softcap_vectors",
+    "touch",
     "vector_lanes",
 ]
 
@@ -44,18 +42,12 @@ def vector_lanes(typing: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing: Any, address: Any) -> Any:
-    """``prefetch(address)``: have the line that holds ``address`` brought into the second-level cache."""
+def touch(typing: Any, address: Any) -> Any:
+    """``touch(address)``: read the byte there, and make nothing of it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = I8.as_pointer()
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name)
-        if function is None:
-            kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-            function = ir.Function(builder.module, kind, name=name)
-        hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, middling locality, data
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), *hints])
+        # Atomic, else a compiler leaves out what nobody uses.
+        builder.load_atomic(builder.inttoptr(arguments[0], I8.as_pointer()), "monotonic", 1)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

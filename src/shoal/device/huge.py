@@ -28,7 +28,8 @@ class HugeRegion:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, num_bytes)
+        # Private: shared memory is given huge pages only where an administrator has allowed it.
+        self._memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._start = 0

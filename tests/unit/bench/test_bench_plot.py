@@ -29,9 +29,3 @@ def test_bars_are_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.bars(tmp_path / "a.png", ["x", "y"], {"one": [1.0, 2.0], "two": [2.0, 1.0]}, "tokens/s")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_points_and_their_line_are_a_png_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot.line(tmp_path / "a.png", [(1.0, 2.0, "one"), (2.0, 3.0, "two")], (1.0, 1.0), "MB", "ms")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -179,6 +179,8 @@ def test_context_tells_what_further_keys_and_values_cost(run, toys, monkeypatch,
     assert document["growth"]["kv_gbytes_per_s"] == pytest.approx(0.5)
     out = run("bench", "context", *arguments).out
     assert "10.00 ms, and 2000.00 ms for each GB of keys and values: 0.5 GB/s, 2% of" in out
+    run("bench", "context", *arguments, "--chart", str(tmp_path / "a.svg"))
+    assert "what the machine reads: 25.0 GB/s" in (tmp_path / "a.svg").read_text()
 
 
 def test_tp_tells_speed_up_and_efficiency(run, toys):

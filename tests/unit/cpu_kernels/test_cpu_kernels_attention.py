@@ -12,6 +12,7 @@ from shoal.cpu_kernels import attention_arguments as at
 from shoal.cpu_kernels.attention_block import merge_rows
 from shoal.cpu_kernels.attention_plan import ITEMS_PER_THREAD, plan_items
 from shoal.cpu_kernels.attention_products import score_product, transpose_tile, value_product
+from shoal.cpu_kernels.attention_scores import MOST_QUERIES, score_few
 from shoal.cpu_kernels.attention_vectors import (
     blend_vectors,
     exponentials,
@@ -86,6 +87,26 @@ def test_scores_are_products_and_a_row_does_not_see_the_others(rows: int, width:
     alone = torch.empty(1, 128)
     score_product(1, queries[-1].data_ptr(), 0, width, keys.data_ptr(), alone.data_ptr(), 0)
     assert torch.equal(alone[0, :tile], out[-1, :tile])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", range(1, MOST_QUERIES + 1))
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 100])
+def test_scores_of_few_queries_straight_out_of_the_pages_have_the_bits_of_the_product(
+    rows: int, width: int, dtype: torch.dtype
+) -> None:
+    tile = 2 * lanes()
+    pool, slots, queries = pages(width, dtype), some_slots(tile), torch.randn(rows, width)
+    got, want = (torch.full((rows, 128), float("nan")) for _ in range(2))
+    item = pool.element_size()
+    score_few(
+        rows, queries.data_ptr(), 4 * width, width, slots.data_ptr(), pool[0, 1].data_ptr(),
+        3 * width * item, int(item == 2), got.data_ptr(), 512,
+    )  # fmt: skip
+    columns = pool[slots, 1].float().T.contiguous()
+    score_product(rows, queries.data_ptr(), 4 * width, width, columns.data_ptr(), want.data_ptr(), 512)
+    assert torch.equal(got[:, :tile], want[:, :tile])
+    assert got[:, tile:].isnan().all(), "nothing beside the result is written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,7 +201,7 @@ def test_partial_softmaxes_merge_into_the_whole_and_an_empty_one_changes_nothing
 
 
 def laid_out(
-    sequences: list[tuple[int, int]], heads: int, group: int, window: int, threads: int
+    sequences: list[tuple[int, int]], heads: int, group: int, window: int, threads: int, together: int = 100
 ) -> tuple[list[list[list[int]]], list[list[int]], int]:
     """Each thread's items, the merges, and the records needed, for sequences of (tokens, length)."""
     rows = np.zeros((len(sequences), at.SEQUENCE_LENGTH), np.int64)
@@ -190,7 +211,7 @@ def laid_out(
     items, merges = np.full((room, at.ITEM_LENGTH), -9), np.full((tiles, at.ITEM_LENGTH), -9)
     bounds = np.full(threads + 2, -9)
     addresses = [array.ctypes.data for array in (items, bounds, merges)]
-    records = plan_items(rows.ctypes.data, len(rows), heads, group, window, threads, *addresses)
+    records = plan_items(rows.ctypes.data, len(rows), heads, group, window, together, threads, *addresses)
     assert bounds[0] == 0 and 0 < bounds[threads] <= room
     dealt = [items[bounds[t] : bounds[t + 1]].tolist() for t in range(threads)]
     return dealt, merges[: bounds[threads + 1]].tolist(), int(records)
@@ -207,23 +228,25 @@ STEPS = [
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("together", [0, 2, 100])
 @pytest.mark.parametrize("window", [0, 1, 130])
 @pytest.mark.parametrize(("sequences", "heads", "group"), STEPS)
 def test_every_row_meets_every_key_block_that_it_sees_once(
-    sequences: list[tuple[int, int]], heads: int, group: int, window: int, threads: int
+    sequences: list[tuple[int, int]], heads: int, group: int, window: int, together: int, threads: int
 ) -> None:
-    dealt, merges, records = laid_out(sequences, heads, group, window, threads)
+    dealt, merges, records = laid_out(sequences, heads, group, window, threads, together)
     met: dict[tuple[int, int, int], list[int]] = {}
     parts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for sequence, head, first_row, count, first, last, record, _ in (
+    for sequence, head, first_row, count, first, last, record, num_heads in (
         item for items in dealt for item in items
     ):
-        assert 0 < count <= at.TILE_ROWS and first < last
-        for row in range(first_row, first_row + count):
-            met.setdefault((sequence, head, row), []).extend(range(first, last))
+        assert 0 < count * num_heads <= at.TILE_ROWS and first < last
+        assert num_heads <= max(together, 1)
+        for row in itertools.product(range(head, head + num_heads), range(first_row, first_row + count)):
+            met.setdefault((sequence, *row), []).extend(range(first, last))
         if record >= 0:
             where = parts.setdefault((sequence, head, first_row), [])
-            where += [(block, record + (block - first) * count) for block in range(first, last)]
+            where += [(block, record + (block - first) * count * num_heads) for block in range(first, last)]
     for sequence, (tokens, length) in enumerate(sequences):
         for row, head in itertools.product(range(tokens * group), range(heads)):
             position = length - tokens + row // group
@@ -233,10 +256,11 @@ def test_every_row_meets_every_key_block_that_it_sees_once(
             assert set(range(first_seen // at.KEY_BLOCK, position // at.KEY_BLOCK + 1)) <= set(blocks)
     assert not met
     used: list[int] = []
-    for sequence, head, first_row, count, first, last, record, _ in merges:
-        want = [(first + i, record + i * count) for i in range(last - first)]
+    for sequence, head, first_row, count, first, last, record, num_heads in merges:
+        rows = count * num_heads
+        want = [(first + i, record + i * rows) for i in range(last - first)]
         assert parts.pop((sequence, head, first_row)) == want, "the blocks' records follow each other"
-        used += range(record, record + (last - first) * count)
+        used += range(record, record + (last - first) * rows)
     assert not parts and sorted(used) == list(range(records))
 
 
@@ -249,10 +273,10 @@ def test_threads_get_even_shares(
     shares = []
     for items in dealt:
         share = 0
-        for sequence, _, first_row, count, first, last, _, _ in items:
+        for sequence, _, first_row, count, first, last, _, num_heads in items:
             tokens, length = sequences[sequence]
             seen = length - tokens + (first_row + count - 1) // group + 1
-            share += (min(last * at.KEY_BLOCK, seen) - first * at.KEY_BLOCK) * (count + 16)
+            share += num_heads * (min(last * at.KEY_BLOCK, seen) - first * at.KEY_BLOCK) * (count + 16)
         shares.append(share)
     assert max(shares) <= 1.3 * sum(shares) / threads
 
@@ -260,4 +284,10 @@ def test_threads_get_even_shares(
 def test_short_contexts_of_many_sequences_are_not_cut() -> None:
     dealt, merges, records = laid_out([(1, 200)] * 32, 3, 3, 0, 2)
     assert not merges and not records
-    assert [len(items) for items in dealt] == [48, 48]
+    assert [len(items) for items in dealt] == [16, 16], "an item has all heads, which lie side by side"
+
+
+def test_heads_go_to_several_threads_where_there_are_few_blocks() -> None:
+    dealt, merges, _ = laid_out([(1, 100)], 3, 3, 0, 2)
+    assert not merges
+    assert [[item[at.NUM_HEADS] for item in items] for items in dealt] == [[1], [2]]

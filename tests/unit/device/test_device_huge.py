@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,3 +26,24 @@ def test_a_full_region_gives_no_more() -> None:
     region.take((16,), torch.float32)
     with pytest.raises(ValueError):
         region.take((1,), torch.float32)
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not _SETTING.exists() or "[never]" in _SETTING.read_text(), reason="the system gives no huge pages"
+)
+def test_what_is_written_lies_in_huge_pages() -> None:
+    tensor = HugeRegion(1 << 26).take((1 << 24,), torch.float32)
+    tensor.fill_(1.0)
+    start, found = tensor.data_ptr(), 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            low, high = (int(part, 16) for part in name.split("-"))
+            inside = low <= start < high
+        elif inside and name == "AnonHugePages:":
+            found = 1024 * int(rest.split()[0])
+    assert found > 0
