@@ -27,6 +27,11 @@ _GAUGES = (
     ("num_queued_requests", "num_queued_requests", "Of these, beyond what the next step has room for."),
     ("num_queued_tokens", "num_queued_tokens", "Prompt tokens of the requests that wait."),
     ("kv_cache_usage_perc", "kv_cache_usage", "Share of KV blocks in use; 1 is all of them."),
+    (
+        "kv_cache_window_usage_perc",
+        "kv_cache_window_usage",
+        "Share of the KV blocks in use of layers that keep no more than a sliding window.",
+    ),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens_total", "Prompt tokens processed."),
@@ -58,6 +63,7 @@ class Stats(Protocol):
     num_queued_requests: int
     num_queued_tokens: int
     kv_cache_usage: float
+    kv_cache_window_usage: float
     prompt_tokens_total: int
     generation_tokens_total: int
     prefix_cache_queries_total: int

@@ -30,6 +30,7 @@ class KVShape(NamedTuple):
     heads: int
     key_width: int
     value_width: int
+    window: int | None = None  # positions that a query sees, itself included, if no other ever sees more
 
     def bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of one position's key and value."""
@@ -81,11 +82,16 @@ class Prefill:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One step's ragged batch, the same for every layer."""
+    """One step's ragged batch, the same for every layer; or for those that see no window."""
 
     slots: torch.Tensor  # [T] int64: where each token's key and value go, block * S + offset
     decode: DecodeGroup | None
     prefills: list[Prefill]
+    windowed: AttentionBatch | None = None  # for layers that see one, if they have blocks of their own
+
+    def of(self, window: int | None) -> AttentionBatch:
+        """The batch for layers that see so many positions; None: all."""
+        return self if window is None or self.windowed is None else self.windowed
 
 
 class PagedKernel(Protocol):

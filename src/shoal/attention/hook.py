@@ -40,7 +40,7 @@ class Attends(Protocol):
         variant: Variant,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [1, Hq, T, Ek], key [1, H, T, Ek], value [1, H, T, Ev] to [1, T, Hq, Ev]."""
+        """query [T, Hq, Ek], key [T, H, Ek], value [T, H, Ev] to [T, Hq, Ev]."""
         ...
 
 
@@ -69,13 +69,14 @@ class AttentionContext:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """See :class:`Attends`."""
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.batch is None:
-            self._note(module, KVShape(k.shape[1], k.shape[2], v.shape[2]))
-            return unpaged(q, k, v, variant, sinks)[None]
-        layer = self.pages[self._layer_of[module]]
-        self._write(layer, k, v, self.batch.slots)
-        return self.kernel(q, layer, self.batch, variant, sinks)[None]
+            window = variant.window if variant.is_causal else None
+            self._note(module, KVShape(key.shape[1], key.shape[2], value.shape[2], window))
+            return unpaged(query, key, value, variant, sinks)
+        number = self._layer_of[module]
+        layer, batch = self.pages[number], self.batch.of(self.shapes[number].window)
+        self._write(layer, key, value, batch.slots)
+        return self.kernel(query, layer, batch, variant, sinks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         """A copy of a module attends to the same: some models share module instances, activations say, with
@@ -113,7 +114,8 @@ def _paged_attention(
     context: Attends = getattr(module, _ATTRIBUTE)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     variant = Variant(scale, sliding_window, softcap, getattr(module, _CAUSAL))
-    return context.attend(module, query, key, value, variant, s_aux), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # of [1, heads, T, width]
+    return context.attend(module, q, k, v, variant, s_aux)[None], None
 
 
 def attach(model: PreTrainedModel, context: AttentionContext, is_causal: bool = True) -> None:

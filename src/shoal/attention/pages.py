@@ -14,16 +14,22 @@ __all__ = ["allocate", "gather", "write"]
 
 
 def allocate(
-    shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[KVShape],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_window_blocks: int = 0,
 ) -> list[LayerPages]:
-    """Pages for every layer.
+    """Pages for every layer; of layers that see a window ``num_window_blocks``, or 0: as many as of others.
 
     They are written once here: memory that is only reserved would cost a page fault at its first use,
     in the middle of somebody's request.
     """
+    counts = [num_window_blocks if shape.window and num_window_blocks else num_blocks for shape in shapes]
     sizes = [
-        [(num_blocks, block_size, shape.heads, width) for width in (shape.key_width, shape.value_width)]
-        for shape in shapes
+        [(count, block_size, shape.heads, width) for width in (shape.key_width, shape.value_width)]
+        for shape, count in zip(shapes, counts, strict=True)
     ]
     total = sum(room(math.prod(size) * dtype.itemsize) for pair in sizes for size in pair)
     region = HugeRegion(total) if device.type == "cpu" and total else None

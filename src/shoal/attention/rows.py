@@ -37,8 +37,7 @@ class RowContext(AttentionContext):
     ) -> torch.Tensor:
         if self.batch is None:
             return super().attend(module, query, key, value, variant, sinks)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return self.kernel(q, LayerPages(_pages(k), _pages(v)), self.batch, variant, sinks)[None]
+        return self.kernel(query, LayerPages(_pages(key), _pages(value)), self.batch, variant, sinks)
 
 
 def _pages(rows: torch.Tensor) -> torch.Tensor:

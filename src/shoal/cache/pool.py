@@ -88,6 +88,13 @@ class BlockPool:
         assert self._num_holders[block_id] > 0, f"block {block_id} is free: there is nothing to keep"
         self._is_kept[block_id] = True
 
+    def discard(self, block_id: int) -> None:
+        """What a kept block holds is of no use to anybody any more."""
+        self._is_kept[block_id] = False
+        if self._num_holders[block_id] == 0:
+            del self._kept[block_id]
+            self._blank.append(block_id)
+
     def is_kept(self, block_id: int) -> bool:
         """Whether the block's content outlives its release."""
         return bool(self._is_kept[block_id])

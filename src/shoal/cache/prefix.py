@@ -73,11 +73,12 @@ class PrefixIndex:
         self._by_digest[digest] = self._by_block[block_id] = node
         return node
 
-    def forget(self, block_id: int) -> None:
-        """The block is about to hold something else; nothing happens if it was not registered."""
+    def forget(self, block_id: int) -> PrefixNode | None:
+        """The block is about to hold something else; what it was, None if it was not registered."""
         node = self._by_block.pop(block_id, None)
         if node is not None:
             del self._by_digest[node.digest]
+        return node
 
     def clear(self) -> None:
         """Forget everything."""

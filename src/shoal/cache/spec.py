@@ -1,38 +1,43 @@
-"""What a layer keeps between steps, and how many bytes that takes. Knows no block and no request.
-
-There is one kind so far, full attention; a kind is added here together with the code that serves it.
-"""
+"""How many blocks layers need that see a window, by arithmetic. Knows no block and no request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["FullAttention", "bytes_per_token"]
+__all__ = ["WindowSpec"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FullAttention:
-    """A layer that keeps the keys and the values of every position, on one rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSpec:
+    """Layers that keep the keys and values of a sequence's last positions only, in blocks of their own."""
 
-    Key and value widths may differ (multi-head latent attention), and a rank may hold no head at all
-    where there are fewer KV heads than ranks.
-    """
-
-    num_kv_heads: int  # this rank's
-    key_dim: int  # per head
-    value_dim: int  # per head
-    itemsize: int  # bytes per stored number
+    window: int  # positions that a query sees, itself included: the most of any of these layers
+    block_size: int  # positions per block
+    num_blocks: int
 
     def __post_init__(self) -> None:
-        assert self.num_kv_heads >= 0 and self.key_dim > 0 and self.value_dim > 0 and self.itemsize > 0
+        assert self.window >= 1 and self.block_size >= 1 and self.num_blocks >= 1
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes one position takes in this layer."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.itemsize
+    def num_behind(self) -> int:
+        """Blocks before a block whose first position still sees them."""
+        return -(-(self.window - 1) // self.block_size)
 
+    def first_block(self, position: int) -> int:
+        """Number of the first block that a query at ``position``, or at a later one, sees."""
+        return max(0, position - self.window + 1) // self.block_size
 
-def bytes_per_token(layers: Iterable[FullAttention]) -> int:
-    """Bytes one position takes in all ``layers`` of a rank."""
-    return sum(layer.bytes_per_token for layer in layers)
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence holds at most, wherever it is, with ``num_tokens`` in steps in flight."""
+        return -(-(self.window + num_tokens - 2) // self.block_size) + 1
+
+    def holds(self, num_sequences: int, num_batched_tokens: int) -> bool:
+        """Whether so many sequences of any lengths find room side by side, with two steps in flight of
+        ``num_batched_tokens`` each.
+        """
+        return self.num_blocks >= self.wanted(num_sequences, num_batched_tokens)
+
+    def wanted(self, num_sequences: int, num_batched_tokens: int) -> int:
+        """Blocks that are enough for that."""
+        in_flight = -(-2 * num_batched_tokens // self.block_size)
+        return num_sequences * self.most_blocks(2) + in_flight

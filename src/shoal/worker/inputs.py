@@ -40,41 +40,56 @@ def build_batch(
     ids = _ints([s.token_ids for s in ordered])
     if awaited:
         ids[ids == PLACEHOLDER_ID] = awaited  # sequences with one token keep their order
-    blocks = _ints([s.block_ids for s in ordered])
     starts = np.array([s.start for s in ordered], dtype=np.int64)
     counts = _counts([s.token_ids for s in ordered])
-    block_counts = _counts([s.block_ids for s in ordered])
-    firsts, first_blocks = counts.cumsum() - counts, block_counts.cumsum() - block_counts
+    firsts = counts.cumsum() - counts
     positions = np.arange(len(ids)) + np.repeat(starts - firsts, counts)
-    slots = _slots(positions, np.repeat(first_blocks, counts), blocks, block_size)
-    block_ids = _tensor(blocks, device)
-    rows = _Rows(
-        block_ids,
-        firsts.tolist(),
-        counts.tolist(),
-        starts.tolist(),
-        first_blocks.tolist(),
-        block_counts.tolist(),
-        [s.slot for s in ordered],
-    )
+    state_slots = [s.slot for s in ordered]
+
+    def laid_out(tables: Sequence[bytes]) -> tuple[_Rows, AttentionBatch]:
+        """The rows over these blocks."""
+        blocks, block_counts = _ints(tables), _counts(tables)
+        first_blocks = block_counts.cumsum() - block_counts
+        slots = _slots(positions, np.repeat(first_blocks, counts), blocks, block_size)
+        rows = _Rows(
+            _tensor(blocks, device),
+            firsts.tolist(),
+            counts.tolist(),
+            starts.tolist(),
+            first_blocks.tolist(),
+            block_counts.tolist(),
+            state_slots,
+        )
+        num_single = int(np.count_nonzero(counts == 1))
+        decode = _decode_group(blocks, block_counts[:num_single], starts[:num_single] + 1, device)
+        prefills = [Prefill(r.first, r.first + r.count, r.block_ids, r.length) for r in rows[num_single:]]
+        return rows, AttentionBatch(_tensor(slots, device), decode, prefills)
+
+    rows, attention = laid_out([s.block_ids for s in ordered])
+    if ordered[0].window_block_ids:
+        attention.windowed = laid_out([_whole_table(s) for s in ordered])[1]
     is_sampled = np.array([s.sampling is not None for s in ordered], dtype=bool)
-    num_single = int(np.count_nonzero(counts == 1))
-    slots_of = _tensor(slots, device)
     batch = Ragged(
         ids=_tensor(ids, device),
         positions=_tensor(positions, device),
-        slots=slots_of,
+        slots=attention.slots,
         rows=rows,
         wanted=_tensor((firsts + counts - 1)[is_sampled], device),
         block_size=block_size,
-        attention=AttentionBatch(
-            slots_of,
-            _decode_group(blocks, block_counts[:num_single], starts[:num_single] + 1, device),
-            [Prefill(r.first, r.first + r.count, r.block_ids, r.length) for r in rows[num_single:]],
-        ),
+        attention=attention,
         sources=[_source(s, device) for s in ordered if s.num_encoder],
     )
     return batch, [s for s in ordered if s.sampling is not None]
+
+
+def _whole_table(sequence: SequenceStep) -> bytes:
+    """The blocks of layers that see a window, from position 0 on.
+
+    Kernels may read a little in front of the window, to no effect. In place of a block that is gone stands
+    the sequence's own first one: what belongs to others is not for it to read.
+    """
+    blocks = sequence.window_block_ids
+    return blocks[:_ID_BYTES] * sequence.window_base + blocks
 
 
 def _source(sequence: SequenceStep, device: torch.device) -> Source:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.attention.base import AttentionBatch, DecodeGroup, LayerPages, PagedKernel, Variant
+from shoal.attention.base import AttentionBatch, DecodeGroup, KVShape, LayerPages, PagedKernel, Variant
 from shoal.attention.cpu import CpuPaged
 from shoal.attention.hook import AttentionContext, attach, lent
 from shoal.attention.pages import allocate
@@ -18,7 +18,7 @@ VARIANT = Variant(0.25)
 
 
 def heads(count: int, tokens: int) -> torch.Tensor:
-    return torch.randn(1, count, tokens, 16)
+    return torch.randn(tokens, count, 16)
 
 
 def serve(kernel: PagedKernel, module: nn.Module) -> tuple[AttentionContext, LayerPages]:
@@ -35,15 +35,15 @@ def serve(kernel: PagedKernel, module: nn.Module) -> tuple[AttentionContext, Lay
 def test_new_keys_and_values_are_in_the_pages_when_the_kernel_computes(ours: bool) -> None:
     module, team = nn.Identity(), Team(1)
     context, pages = serve(CpuPaged(team) if ours else paged_sdpa, module)
-    assert context.shapes == [(2, 16, 16)]
+    assert context.shapes == [KVShape(2, 16, 16)]
     query, key, value = heads(4, 1), heads(2, 1), heads(2, 1)
     pages.keys[2, 0], pages.values[2, 0] = torch.randn(2, 16), torch.randn(2, 16)
     got = context.attend(module, query, key, value, VARIANT, None)
-    assert torch.equal(pages.keys[2, 1], key[0, :, 0])
-    assert torch.equal(pages.values[2, 1], value[0, :, 0])
+    assert torch.equal(pages.keys[2, 1], key[0])
+    assert torch.equal(pages.values[2, 1], value[0])
     for head in range(4):
-        scores = pages.keys[2, :, head // 2] @ query[0, head, 0] * 0.25
-        torch.testing.assert_close(got[0, 0, head], scores.softmax(0) @ pages.values[2, :, head // 2])
+        scores = pages.keys[2, :, head // 2] @ query[0, head] * 0.25
+        torch.testing.assert_close(got[0, head], scores.softmax(0) @ pages.values[2, :, head // 2])
     team.close()
 
 
@@ -82,7 +82,7 @@ class Elsewhere:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         self.asked.append(module)
-        return query.transpose(1, 2)
+        return query
 
 
 def test_a_part_of_a_model_is_lent_to_another_context_and_comes_back() -> None:

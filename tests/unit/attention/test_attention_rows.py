@@ -45,18 +45,18 @@ def test_every_text_of_a_row_attends_to_itself_alone(
     generator = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
     # As projections leave them: one row holds queries, keys and values.
-    fused = torch.randn(1, tokens, HEADS + 2 * KV_HEADS, WIDTH, generator=generator).transpose(1, 2)
+    fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, WIDTH, generator=generator)
     q, k, v = fused.split([HEADS, KV_HEADS, KV_HEADS], 1)
     variant = Variant(0.3, window, is_causal=False)
     context, module = RowContext(kernels[name]), nn.Identity()
     context.batch = texts_batch(LENGTHS)
-    got = context.attend(module, q, k, v, variant, None)[0]
-    rows = [x[0].transpose(0, 1).split(LENGTHS) for x in (q, k, v)]
+    got = context.attend(module, q, k, v, variant, None)
+    rows = [x.split(LENGTHS) for x in (q, k, v)]
     want = torch.cat([by_hand(*parts, variant) for parts in zip(*rows, strict=True)])
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     context.batch = None  # alone, as when a model is looked at
-    last = [x[:, :, -LENGTHS[-1] :] for x in (q, k, v)]
-    alone = context.attend(module, last[0], last[1], last[2], variant, None)[0]
+    last = [x[-LENGTHS[-1] :] for x in (q, k, v)]
+    alone = context.attend(module, last[0], last[1], last[2], variant, None)
     torch.testing.assert_close(alone, want[-LENGTHS[-1] :], atol=1e-5, rtol=0)
 
 

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
-from shoal.cache.spec import FullAttention, bytes_per_token
+import pytest
+
+from shoal.cache.spec import WindowSpec
 
 
-def test_a_layer_keeps_keys_and_values_of_its_own_heads():
-    """3 heads of 64 keys and 64 values in two bytes each."""
-    layer = FullAttention(num_kv_heads=3, key_dim=64, value_dim=64, itemsize=2)
-    assert layer.bytes_per_token == 3 * 128 * 2
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 12, 16, 17])
+def test_the_arithmetic_is_that_of_positions_one_by_one(window: int, block_size: int) -> None:
+    spec = WindowSpec(window=window, block_size=block_size, num_blocks=1)
+    for position in range(60):
+        seen = range(max(0, position - window + 1), position + 1)
+        assert spec.first_block(position) == seen[0] // block_size
+        if position % block_size == 0 and position >= window:
+            assert spec.num_behind == position // block_size - seen[0] // block_size
+    for num_tokens in range(1, 20):
+        held = [
+            (start + num_tokens - 1) // block_size - spec.first_block(start) + 1
+            for start in range(window, 200)
+        ]
+        assert max(held) == spec.most_blocks(num_tokens)
+    assert spec.most_blocks(2) <= -(-window // block_size) + 1
 
 
-def test_keys_and_values_may_differ_in_width():
-    """Multi-head latent attention has wider keys than values."""
-    assert (
-        FullAttention(num_kv_heads=2, key_dim=192, value_dim=128, itemsize=4).bytes_per_token == 2 * 320 * 4
-    )
-
-
-def test_a_rank_is_the_sum_of_its_layers_and_may_keep_nothing():
-    """Layers add up, and a rank without KV heads counts zero."""
-    layer = FullAttention(num_kv_heads=1, key_dim=8, value_dim=8, itemsize=4)
-    empty = FullAttention(num_kv_heads=0, key_dim=8, value_dim=8, itemsize=4)
-    assert bytes_per_token([layer, empty, layer]) == 2 * 64
-    assert bytes_per_token([]) == 0
+def test_what_is_wanted_holds_every_sequences_window_and_two_steps() -> None:
+    spec = WindowSpec(window=16, block_size=4, num_blocks=23)
+    assert spec.wanted(3, 8) == 3 * 5 + 4
+    assert spec.holds(3, 16) and not spec.holds(4, 16)

@@ -7,8 +7,9 @@ import random
 
 import pytest
 import torch
+from msgspec import structs
 
-from shoal.messages import PLACEHOLDER_ID, SamplingSpec, SequenceStep, Step, pack_ids
+from shoal.messages import PLACEHOLDER_ID, SamplingSpec, SequenceStep, Step, pack_ids, unpack_ids
 from shoal.model.causal import attention_batch
 from shoal.worker.inputs import build_batch
 
@@ -113,3 +114,46 @@ def test_paged_attention_of_single_tokens_asks_for_no_row(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "Row", lambda first, *_: made.append(first))
     batch, _ = build_batch(random_step(0, 32, 1), block_size=4, device=torch.device("cpu"))
     assert attention_batch(batch).decode is not None and not made
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_see_a_window_have_a_layout_of_their_own(seed: int) -> None:
+    """The same rows and positions over other blocks; in place of those that are gone stands a row's own."""
+    draw, step = random.Random(seed), random_step(seed, 12, 4)
+    windowed = []
+    for share in step.sequences:
+        base = draw.randint(0, share.start // 4)
+        held = len(share.block_ids) // 4 - base
+        ids = pack_ids(draw.sample(range(500), held))
+        windowed.append(structs.replace(share, window_block_ids=ids, window_base=base))
+    step = Step(step_id=0, sequences=tuple(windowed))
+    batch, _ = build_batch(step, block_size=4, device=torch.device("cpu"))
+    main = attention_batch(batch)
+    other = main.windowed
+    assert other is not None and main.of(None) is main and main.of(7) is other
+    by_table = {s.block_ids: s for s in step.sequences}
+    tables = [list(unpack_ids(by_table[pack_ids(r.block_ids.tolist())].window_block_ids)) for r in batch.rows]
+    whole = [
+        table[:1] * by_table[pack_ids(row.block_ids.tolist())].window_base + table
+        for row, table in zip(batch.rows, tables, strict=True)
+    ]
+    slots = [
+        table[position // 4] * 4 + position % 4
+        for row, table in zip(batch.rows, whole, strict=True)
+        for position in range(row.start, row.length)
+    ]
+    assert other.slots.tolist() == slots
+    num_single = 0
+    if main.decode is not None and other.decode is not None:
+        num_single = main.decode.size
+        assert other.decode.lengths.tolist() == main.decode.lengths.tolist()
+        for table, own in zip(other.decode.block_table.tolist(), whole, strict=False):
+            assert table[: len(own)] == own and not any(table[len(own) :])
+    for ours, theirs, own in zip(other.prefills, main.prefills, whole[num_single:], strict=True):
+        assert (ours.start, ours.stop, ours.length) == (theirs.start, theirs.stop, theirs.length)
+        assert ours.block_ids.tolist() == own
+
+
+def test_without_blocks_of_their_own_all_layers_have_one_layout() -> None:
+    batch, _ = build_batch(random_step(0, 4, 3), block_size=4, device=torch.device("cpu"))
+    assert attention_batch(batch).windowed is None and attention_batch(batch).of(7) is batch.attention
