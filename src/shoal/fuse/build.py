@@ -41,7 +41,7 @@ from shoal.jit.team import Job
 
 __all__ = ["Draft", "LayerDraft", "draft_layer"]
 
-ROWS, SLOTS = "rows", "slots"
+ROWS, SLOTS, WINDOW_SLOTS = "rows", "slots", "window slots"
 FLOAT_BYTES = 4
 
 
@@ -226,10 +226,11 @@ class _Builder:
                 Slot(("cos", number)), Slot(("sin", number)), Slot(("table_bytes", number)),
                 rotary.table_step, rotary.width, int(rotary.is_interleaved),
             )  # fmt: skip
+        slots = SLOTS if step.variant.window is None else WINDOW_SLOTS
         self.emit(
             rotary_job, *self.rows(step.source), step.query_heads, *self.rows(step.source, queries),
             step.heads, *self.rows(step.source, queries + keys), step.key_width, step.value_width, *tables,
-            Slot(SLOTS), Slot(("keys", number)), Slot(("values", number)), Slot("is_bfloat16"),
+            Slot(slots), Slot(("keys", number)), Slot(("values", number)), Slot("is_bfloat16"),
         )  # fmt: skip
         call: list[Word] = [0] * at.CALL_LENGTH
         call[at.QUERY], call[at.QUERY_TOKEN_STRIDE] = self.rows(step.source)

@@ -32,6 +32,13 @@ def choose_cut(batch: AttentionBatch, width: int) -> int:
 
 def cut_batch(batch: AttentionBatch, row: int) -> tuple[AttentionBatch, AttentionBatch]:
     """The rows before ``row``, and the others, numbered from 0 again."""
+    first, second = _cut(batch, row)
+    if batch.windowed is not None:
+        first.windowed, second.windowed = _cut(batch.windowed, row)
+    return first, second
+
+
+def _cut(batch: AttentionBatch, row: int) -> tuple[AttentionBatch, AttentionBatch]:
     group, prefills = batch.decode, batch.prefills
     singles = 0 if group is None else min(group.size, row)
     first = AttentionBatch(

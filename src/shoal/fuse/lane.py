@@ -17,12 +17,11 @@ from shoal.attention.cpu import CpuPaged
 from shoal.cpu_kernels import attention_arguments as at
 from shoal.fuse.arena import Arena, Word
 from shoal.fuse.buffers import Buffers
-from shoal.fuse.build import FLOAT_BYTES, ROWS, SLOTS, LayerDraft
+from shoal.fuse.build import FLOAT_BYTES, ROWS, SLOTS, WINDOW_SLOTS, LayerDraft
 from shoal.fuse.recipe import Attend
+from shoal.fuse.tables import Tables
 
-__all__ = ["CHANNEL", "VALUE", "Lane", "Tables"]
-
-Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [T, width], in the order the layer takes
+__all__ = ["CHANNEL", "VALUE", "Lane"]
 
 CHANNEL, VALUE = "channel", "value"  # slots: the lane's number; with a buffer's name, where its rows begin
 
@@ -34,7 +33,6 @@ class _Layer:
     draft: LayerDraft
     call: NDArray[numpy.int64]  # words of its call of attention
     shape: tuple[Any, ...]  # what its call has in common with other layers'
-    tables: tuple[int, int, int] = (0, 0, 0)  # addresses of cosines and sines, and bytes from row to row
 
 
 class Lane:
@@ -65,6 +63,7 @@ class Lane:
         self._values = [key for key in self._arena.slots if isinstance(key, tuple) and key[0] == VALUE]
         self._place = 0, 0  # which buffers, and which of their rows, the words are about
         self._held: tuple[object, ...] = ()  # what the words are addresses of
+        self._tables: tuple[Sequence[Tables | None], int] = (), 0  # and which of their rows come first
 
     def words(self, number: int) -> NDArray[numpy.int64]:
         """The words of operation ``number``."""
@@ -86,10 +85,11 @@ class Lane:
 
         Args:
             first: the row of the buffers, and of the tables, that the batch begins at.
-            tables: of each layer, float32, contiguous.
+            tables: of each layer, float32, contiguous; a list that was given before holds what it held.
         """
         slots = batch.slots.contiguous()
-        self._held = slots, batch, tables
+        window_slots = slots if batch.windowed is None else batch.windowed.slots.contiguous()
+        self._held = slots, window_slots, batch
         place = self._buffers.version, first
         if self._place != place:
             self._place = place
@@ -97,9 +97,12 @@ class Lane:
                 self._arena.set(key, self._buffers[key[1]][first:].data_ptr())
         self._arena.set(ROWS, len(slots))
         self._arena.set(SLOTS, slots.data_ptr())
-        for layer, own in zip(self._layers, tables, strict=True):
-            if own is not None:
-                self._set_tables(layer, own, first)
+        self._arena.set(WINDOW_SLOTS, window_slots.data_ptr())
+        if tables is not self._tables[0] or first != self._tables[1]:
+            self._tables = tables, first
+            for layer, own in zip(self._layers, tables, strict=True):
+                if own is not None:
+                    self._set_tables(layer, own, first)
         self._set_attention(batch)
 
     def _set_tables(self, layer: _Layer, tables: Tables, first: int) -> None:
@@ -107,17 +110,16 @@ class Lane:
         cos, sin = reversed(tables) if rotary is not None and rotary.is_sine_first else tables
         row_bytes = FLOAT_BYTES * cos.stride(0)
         place = cos.data_ptr() + first * row_bytes, sin.data_ptr() + first * row_bytes, row_bytes
-        if place != layer.tables:
-            layer.tables = place
-            for name, value in zip(("cos", "sin", "table_bytes"), place, strict=True):
-                self._arena.set((name, layer.draft.number), value)
+        for name, value in zip(("cos", "sin", "table_bytes"), place, strict=True):
+            self._arena.set((name, layer.draft.number), value)
 
     def _set_attention(self, batch: AttentionBatch) -> None:
         fields: dict[tuple[Any, ...], NDArray[numpy.int64]] = {}
         for layer in self._layers:
             own = fields.get(layer.shape)
             if own is None:
-                words = self._kernel.step_fields(batch, *layer.shape)
+                own_batch = batch.of(layer.draft.attend.variant.window)
+                words = self._kernel.step_fields(own_batch, *layer.shape)
                 own = fields[layer.shape] = numpy.array(words, numpy.int64)
             layer.call[at.SEQUENCES :] = own
 

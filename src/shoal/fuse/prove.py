@@ -14,9 +14,9 @@ from shoal.attention.base import AttentionBatch, DecodeGroup, KVShape, Prefill
 from shoal.attention.pages import allocate
 from shoal.comm.base import Comm
 from shoal.fuse.common import is_linear
-from shoal.fuse.lane import Tables
 from shoal.fuse.record import LayerCall, run_layer
 from shoal.fuse.stack import Stack
+from shoal.fuse.tables import Tables
 
 __all__ = ["difference", "proof_inputs", "tables_of"]
 

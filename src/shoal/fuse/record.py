@@ -127,11 +127,10 @@ class _Recorder:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """See :meth:`shoal.attention.hook.AttentionContext.attend`."""
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = unpaged(q, k, v, variant, sinks)
+        out = unpaged(query, key, value, variant, sinks)
         name, before = self._names[module], len(self._noted)
-        self._calls.append(AttentionCall(name, q, k, v, out, variant, sinks, before))
-        return out[None]
+        self._calls.append(AttentionCall(name, query, key, value, out, variant, sinks, before))
+        return out
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,24 +25,19 @@ from shoal.cpu_kernels.settle import settle
 from shoal.errors import EngineError
 from shoal.fuse.buffers import Buffers
 from shoal.fuse.build import LayerDraft, draft_layer
-from shoal.fuse.common import UnrecognisedError, agree
-from shoal.fuse.lane import Tables
+from shoal.fuse.common import agree, attempt
 from shoal.fuse.prove import difference, proof_inputs
 from shoal.fuse.recipe import LayerRecipe
 from shoal.fuse.recognise import recognise, suppose
 from shoal.fuse.record import LayerCall
 from shoal.fuse.stack import Stack
+from shoal.fuse.tables import Tables
 from shoal.fuse.weights import Packer
 
-__all__ = ["FusedLayers", "fuse_layers"]
-
-Made = TypeVar("Made")
+__all__ = ["Chain", "FusedLayers", "fuse_layers"]
 
 _TOKENS = (19, 23, 29, 17, 13)  # of the runs; the first that is no dimension of a layer
 _TOLERANCE = 2e-4
-# Whatever a layer's own code makes of being run alone: it is left as it is. What a group of ranks raises is
-# not among them.
-_LEAVES_ALONE = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -74,7 +69,7 @@ class FusedLayers:
     num_layers: int  # of the model
     num_bytes: int = 0  # of packed weights
     problems: list[str] = field(default_factory=list)  # why layers were not fused
-    _chains: list[_Chain] = field(default_factory=list)
+    _chains: list[Chain] = field(default_factory=list)
 
     @property
     def num_fused(self) -> int:
@@ -89,6 +84,11 @@ class FusedLayers:
     @property
     def num_stacks(self) -> int:
         return len(self._chains)
+
+    @property
+    def only_chain(self) -> Chain | None:
+        """The layers, if all of the model's are fused and run as one."""
+        return self._chains[0] if len(self._chains) == 1 and self.num_fused == self.num_layers else None
 
     def use_pages(self, pages: Sequence[LayerPages]) -> None:
         """Keys and values of all layers of the model."""
@@ -105,14 +105,22 @@ class FusedLayers:
         self._chains.clear()
 
 
-class _Chain:
-    """Layers in a row that run as one stack."""
+class Chain:
+    """Layers in a row that run as one stack.
+
+    ``given`` is what each layer was last called with as its tables, [1, T, width], or None.
+    """
 
     def __init__(self, ready: Sequence[_Ready], stack: Stack, context: AttentionContext) -> None:
         self.ready = tuple(ready)
         self.stack = stack
         self._context = context
-        self._given: list[Tables | None] = [None] * len(ready)  # tables, [1, T, width], as last called with
+        self.given: list[Tables | None] = [None] * len(ready)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers' own."""
+        return [ready.layer.module for ready in self.ready]
 
     def replace(self) -> None:
         """Have the layers' modules call this."""
@@ -124,7 +132,7 @@ class _Chain:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-            self._given[index] = kwargs.get(recipe.tables) if recipe.tables else None
+            self.given[index] = kwargs.get(recipe.tables) if recipe.tables else None
             if is_last:
                 hidden = self._run(hidden[0])[None].to(hidden.dtype)
             return (hidden,) if recipe.is_tuple else hidden
@@ -136,10 +144,10 @@ class _Chain:
         if self._context.batch is None:
             raise EngineError("fused layers run over pages only")
         pairs: dict[int, Tables] = {}  # layers mostly share one
-        for given in self._given:
+        for given in self.given:
             if given is not None and id(given) not in pairs:
                 pairs[id(given)] = given[0][0], given[1][0]
-        tables = [None if given is None else pairs[id(given)] for given in self._given]
+        tables = [None if given is None else pairs[id(given)] for given in self.given]
         return self.stack.run(hidden, self._context.batch, tables)
 
 
@@ -179,7 +187,7 @@ def fuse_layers(
     settle(weight for row in rows for ready in row for weight in ready.packer.weights)
     for row in filter(None, rows):
         stack = Stack([(ready.draft, ready.recipe.output) for ready in row], kernel, comm, buffers)
-        chain = _Chain(row, stack, context)
+        chain = Chain(row, stack, context)
         chain.replace()
         fused._chains.append(chain)
     return fused
@@ -263,7 +271,7 @@ class _Preparer:
         generator = torch.Generator().manual_seed(layer.number)
         call = _as_float(layer.call)
         call = call.with_hidden(torch.randn(call.hidden.shape, generator=generator))
-        exact, problem = _tried(lambda: _exact(layer))
+        exact, problem = attempt(lambda: _exact(layer))
         if not agree(self._comm, "" if exact is None else "here") or exact is None:
             return None, problem
         last, ready = self._last, None
@@ -284,10 +292,10 @@ class _Preparer:
             recipe = find()
             return self._packed(layer, exact, recipe, "float32")
 
-        tried, problem = _tried(trial)
+        tried, problem = attempt(trial)
         if not agree(self._comm, "" if tried is None else tried.recipe.outline) or tried is None:
             return None, problem or "another rank computes something else"
-        gap, problem = _tried(lambda: self._gap(layer, exact, call, tried))
+        gap, problem = attempt(lambda: self._gap(layer, exact, call, tried))
         if gap is not None and gap > _TOLERANCE:
             problem = f"as recognised it differs by {gap:.1e}"
         if not agree(self._comm, "" if problem else "equal"):
@@ -309,16 +317,6 @@ class _Preparer:
         inputs = proof_inputs(exact, call.hidden.shape, generator, self._comm)
         shape, is_causal = self._context.shapes[layer.number], tried.draft.attend.variant.is_causal
         return difference(stack, layer.number, exact, call, shape, inputs, is_causal)
-
-
-def _tried(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """What is made, or why it could not be."""
-    try:
-        return make(), ""
-    except UnrecognisedError as error:
-        return None, str(error)
-    except _LEAVES_ALONE as error:
-        return None, f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _exact(layer: _Layer) -> nn.Module:

@@ -26,8 +26,9 @@ from shoal.fuse.arena import Slot, Word
 from shoal.fuse.buffers import Buffers
 from shoal.fuse.build import FLOAT_BYTES, ROWS, Draft, LayerDraft
 from shoal.fuse.halves import choose_cut, cut_batch
-from shoal.fuse.lane import CHANNEL, VALUE, Lane, Tables
+from shoal.fuse.lane import CHANNEL, VALUE, Lane
 from shoal.fuse.recipe import INPUT
+from shoal.fuse.tables import KeptTables, Tables
 from shoal.jit.team import Job
 
 __all__ = ["Stack"]
@@ -74,6 +75,7 @@ class Stack:
         self._team, self._comm, self._buffers = kernel.team, comm, buffers
         self._state = int(getattr(comm, "state_address", 0))
         self._pages: Mapping[int, LayerPages] = {}
+        self._tables = KeptTables()
         self._parts: list[_Part] = []
         words: list[list[Word]] = []
         layers: list[tuple[LayerDraft, int]] = []
@@ -198,7 +200,7 @@ class Stack:
         rows = len(hidden)
         self._buffers.reserve(rows)
         self._buffers[self._input][:rows] = hidden
-        ready = _ready(tables)
+        ready = self._tables.keep(tables)
         cut = self._choose_cut(batch, rows)
         if cut:
             assert self._halves is not None
@@ -244,13 +246,6 @@ class Stack:
                 assert isinstance(self._comm, ShmComm), "who has a state gives it its meaning"
                 self._comm.check(error.status, "all_reduce")
             raise
-
-
-def _ready(tables: Sequence[Tables | None]) -> list[Tables | None]:
-    """The tables in float32 and contiguous; layers mostly share a pair."""
-    given = {id(own): own for own in tables if own is not None}
-    pairs = {key: (own[0].float().contiguous(), own[1].float().contiguous()) for key, own in given.items()}
-    return [None if own is None else pairs[id(own)] for own in tables]
 
 
 def _side(index: int, width: int) -> str:

@@ -54,6 +54,17 @@ def test_every_row_is_in_one_half_and_sees_what_it_saw(whole: AttentionBatch) ->
             assert half.decode is None or half.decode.size > 0
 
 
+def test_the_layout_of_layers_that_see_a_window_is_cut_at_the_same_row() -> None:
+    whole, apart = batch(3, (4, 10), (5, 5)), batch(3, (4, 10), (5, 5))
+    apart.slots = apart.slots + 1
+    whole.windowed = apart
+    for row in (1, 3, 5, 9):
+        first, second = cut_batch(whole, row)
+        assert first.windowed is not None and second.windowed is not None
+        assert seen(first.windowed) + seen(second.windowed) == seen(apart)
+        assert first.windowed.windowed is None and len(first.windowed.slots) == row
+
+
 def test_rows_that_cost_the_same_are_cut_in_the_middle() -> None:
     group = DecodeGroup(torch.zeros(32, 1, dtype=torch.int64), torch.full((32,), 100))
     assert choose_cut(AttentionBatch(torch.arange(32), group, []), 64) == 16
