@@ -3,30 +3,23 @@ in chunks, at several rank counts, with a pool so small that somebody is preempt
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support import seq2seq
 from support.equality import assert_same_tokens
+from support.threads import ranks_as_threads
 from support.zoo.build import build
 from support.zoo.catalogue import LISTED, UNLISTED, family_of
-from support.zoo.serve import TIGHT, WHOLE, greedy, prompts, save, serve
+from support.zoo.serve import TIGHT, UNCACHED, WHOLE, aligned, greedy, prompts, save, serve
 
 TOKENS = 8
 
-# Of these, generate with a cache computes something else than without: tokens are hashed or masked otherwise.
-UNCACHED: dict[str, dict[str, Any]] = {
-    "xlnet": {"use_mems": False},
-    "reformer": {"use_cache": False},
-    "cpmant": {"use_cache": False},
-}
-# Experts as engines compute them, by torch's grouped products, have rows of whole 16 bytes.
-ALIGNED: dict[str, dict[str, Any]] = {
-    name: {"intermediate_size": 96} for name in ("minimax", "jamba", "granitemoehybrid")
-}
+PROCESSES = ["reformer"]  # it seeds torch anew in every layer: threads would mix their hashes up
 NOTHING = ["openai", "xlm", "flaubert", "xlnet", "reformer", "cpmant"]
 STATES = [
     "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "minimax", "qwen3_next",
@@ -40,14 +33,20 @@ SOME = [
 ]  # fmt: skip
 
 
+def ranks_of(name: str, tp: int) -> AbstractContextManager[None]:
+    """Engines that are started meanwhile have the ranks that a family takes."""
+    return nullcontext() if name in PROCESSES and tp > 1 else ranks_as_threads()
+
+
 def hold(name: str, tp: int, folder: Path, cuts: list[dict[str, Any]]) -> None:
-    family = family_of(name)
-    family = replace(family, settings={**family.settings, **ALIGNED.get(name, {})})
+    family = aligned(family_of(name))
     options = UNCACHED.get(name, {})
     asked = prompts()
     expected = [greedy(family, prompt, TOKENS, **options) for prompt in asked]
     path = save(family, folder)
-    further = {"trust_remote_code": True} if family.is_custom else {}
+    further: dict[str, Any] = {"trust_remote_code": family.is_custom}
+    if name in PROCESSES and tp > 1:
+        further |= {"executor": "processes", "num_threads": 1}
 
     def resume(prompt: list[int], count: int) -> list[int]:
         return serve(path, [prompt], count, tp, **further).tokens[0]
@@ -67,18 +66,27 @@ def hold(name: str, tp: int, folder: Path, cuts: list[dict[str, Any]]) -> None:
         assert all(rank["kv_bytes"] == 0 for rank in served.info.ranks) == (name in NOTHING)
 
 
-@pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize(("name", "tp"), SOME)
 def test_tokens_equal_transformers(name: str, tp: int, tmp_path: Path) -> None:
-    hold(name, tp, tmp_path, [TIGHT])
+    with ranks_of(name, tp):
+        hold(name, tp, tmp_path, [TIGHT])
+
+
+def test_where_a_pass_over_several_tokens_is_not_what_generate_computes_they_go_one_by_one(
+    tmp_path: Path,
+) -> None:
+    """ProphetNet's streams see how many tokens a call has; generate gives it one at a time."""
+    family = family_of("prophetnet")
+    model, asked = build(family, "eager", torch.float32), prompts()
+    expected = [seq2seq.answers(model, prompt, TOKENS)[0] for prompt in asked]
+    with ranks_as_threads():
+        served = serve(save(family, tmp_path), asked, TOKENS, 2, max_num_batched_tokens=64)
+    assert (served.info.way, served.tokens) == ("seq2seq", expected)
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.parametrize(
-    # Reformer seeds torch anew in every layer: ranks that are threads would mix their hashes up.
-    ("name", "tp"),
-    [(name, tp) for name in ALL for tp in (1, 2, 3) if name != "reformer" or tp == 1],
-)
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("name", ALL)
 def test_every_family_at_every_rank_count(name: str, tp: int, tmp_path: Path) -> None:
-    hold(name, tp, tmp_path, [WHOLE, TIGHT])
+    with ranks_of(name, tp):
+        hold(name, tp, tmp_path, [WHOLE, TIGHT])

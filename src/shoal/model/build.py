@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from shoal.errors import ModelNotFoundError, UnsupportedError
-from shoal.model.classes import architecture_class
+from shoal.model.classes import architecture_class, class_from_code, reading_code
 from shoal.plan.skeleton import BigOnMeta, building
 
 __all__ = [
@@ -38,7 +38,10 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig
         ModelNotFoundError: config.json cannot be understood.
     """
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        with reading_code():
+            return AutoConfig.from_pretrained(
+                path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
     except Exception as error:  # config classes validate themselves, each raising what it likes
         raise ModelNotFoundError(
             f"model: {path}/config.json cannot be read: {error}", field="model"
@@ -55,10 +58,7 @@ def causal_class(
     """
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM") if trust_remote_code else None
     if remote and path is not None:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        found: type[PreTrainedModel] = get_class_from_dynamic_module(remote, path)
-        return found
+        return class_from_code(remote, path)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         named = architecture_class(config, path, trust_remote_code)
@@ -69,7 +69,7 @@ def causal_class(
             f"({auto.__name__} does not know it)",
             field="model",
         )
-    found = auto._model_mapping[type(config)]
+    found: type[PreTrainedModel] = auto._model_mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -1,5 +1,5 @@
-"""Which way an encoder is served, decided by trying: the deepest way whose vectors and scores agree with
-those of the model called plainly, one text after the other, is taken; why the others were not is said.
+"""Which way an encoder is served, decided by trying: the deepest way whose vectors and scores agree on every
+rank with those of the model called plainly, one text after the other, is taken; why not the others is said.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from shoal.attention.base import PagedKernel
 from shoal.errors import UnsupportedError
 from shoal.model.build import model_length
-from shoal.model.choose import Pack, difference, tolerance
 from shoal.model.encoder import AloneEncoder, EncoderModel, PackedEncoder, PaddedEncoder, Texts
 from shoal.model.pooling import tasks_of
+from shoal.model.replaced import Fused, Judge, Pack, fuse_if_right, pack_if_right
+from shoal.model.selfcheck import difference, tolerance
+from shoal.model.trial import Trials
 
 __all__ = ["ChosenEncoder", "FuseEncoder", "FusedEncoder", "serve_encoder"]
 
@@ -23,40 +25,13 @@ _LENGTHS = (11, 6, 3, 9)  # of the check's texts, where the model takes so many 
 _LEAST_VOCABULARY = 256  # of a model whose config has no number: its tokens are characters
 _LONGEST = 600  # of a text that is longer than a sliding window
 
-# Whatever a model's own code makes of a batch it was not written for: this way is not for it.
-_NOT_FOR_IT = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
-
-class FusedEncoder(Protocol):
-    """Layers of an encoder on the packed way that compute in our kernels, and can be put back."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was fused and what not."""
-        ...
-
-    @property
-    def num_fused(self) -> int:
-        """How many layers."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that are held packed."""
-        ...
+class FusedEncoder(Fused, Protocol):
+    """Layers of an encoder on the packed way that compute in our kernels."""
 
     @property
     def computes_alone(self) -> bool:
         """Whether all layers do, with no module of the model's own in between."""
-        ...
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether its weights are other ones on purpose: what differs is reported, not held to."""
-        ...
-
-    def restore(self) -> None:
-        """Put the model's own code back."""
         ...
 
 
@@ -79,108 +54,91 @@ def serve_encoder(
     device: torch.device,
     fuse: FuseEncoder | None = None,
     pack: Pack | None = None,
+    way: str = "auto",
+    trials: Trials | None = None,
 ) -> ChosenEncoder:
-    """Find the way ``module`` (weights loaded, on ``device``) is served.
+    """Find the way ``module`` (weights loaded, on ``device``) is served; all ranks call together.
 
     Args:
         fuse: makes a model on the packed way deeper; None leaves it.
         pack: packs what is then left of the model's modules, whatever the way; None leaves them.
+        way: the only one to try; ``auto`` tries all, the fast ones first.
+        trials: of the group whose part ``module`` is; None: it is whole.
 
     Raises:
-        UnsupportedError: the model's own numbers are not finite, or it cannot be called with token ids alone.
+        UnsupportedError: the model's own numbers are not finite, it cannot be called with token ids alone, or
+            ``way`` is not for it.
     """
+    trials = trials or Trials()
     module.config._attn_implementation = "eager"
-    check = _Check(module, device)
+    check = _Check(module, device, trials)
     notes: list[str] = []
     packed_bytes, computes_alone = 0, False
-    model = _deepest(module, kernel, check, notes)
+    model = _deepest(module, kernel, check, notes, way)
     if fuse is not None and isinstance(model, PackedEncoder):
-        fused = _fuse(fuse, module, model, check, notes)
-        if fused is not None:
+        model.unhook()
+        fused = fuse(module, model)
+        model.hook()
+        is_fused, said = fuse_if_right(fused, check.judge(model))
+        notes += said
+        if is_fused:
             packed_bytes, computes_alone = fused.num_bytes, fused.computes_alone
     if pack is not None:
-        packed_bytes += _pack(pack, module, model, check, notes)
+        before: list[torch.Tensor] = []  # where fused layers' weights are rounded, not what is expected
+        packed = pack(module, lambda: before.extend(check.results(model)))
+        num_bytes, said = pack_if_right(packed, check.judge(model, before))
+        notes += said
+        packed_bytes += num_bytes
     return ChosenEncoder(model, (*notes, f"served the {model.way} way"), packed_bytes, computes_alone)
 
 
-def _deepest(module: PreTrainedModel, kernel: PagedKernel, check: _Check, notes: list[str]) -> EncoderModel:
-    """The first way that is right, hooked in."""
+def _deepest(
+    module: PreTrainedModel, kernel: PagedKernel, check: _Check, notes: list[str], only: str
+) -> EncoderModel:
+    """The first way that is right on every rank, hooked in.
+
+    Raises:
+        UnsupportedError: the only one that may be tried is not.
+    """
     for is_causal in (False, True):
+        if only not in ("auto", PackedEncoder.way):
+            break
         packed = PackedEncoder(module, kernel, is_causal)
-        try:
-            packed.measure(check.longest)
-            packed.hook()
-        except _NOT_FOR_IT as error:
-            problem: str | None = f"{type(error).__name__}: {str(error)[:200]}"
-        else:
-            problem = check.problem(packed)
+        problem = check.trials.problem(lambda packed=packed: _packing_problem(packed, check))  # type: ignore[misc]
         if problem is None:
             return packed
         packed.unhook()
         notes.append(f"not packed, attention {'ahead hidden' if is_causal else 'both ways'}: {problem}")
     for attention in ("sdpa", "eager"):
+        if only not in ("auto", PaddedEncoder.way):
+            break
         if attention == "sdpa" and not getattr(module, "_supports_sdpa", False):
             continue
         module.config._attn_implementation = attention
         padded = PaddedEncoder(module)
-        problem = check.problem(padded)
+        problem = check.judge(padded).of_whole()
         if problem is None:
             return padded
         notes.append(f"not padded, {attention} attention: {problem}")
+    if only not in ("auto", AloneEncoder.way):
+        raise UnsupportedError(
+            f"way: {type(module).__name__} cannot be served so: {'; '.join(notes)}", field="way"
+        )
     return AloneEncoder(module)
 
 
-def _fuse(
-    fuse: FuseEncoder, module: PreTrainedModel, model: PackedEncoder, check: _Check, notes: list[str]
-) -> FusedEncoder | None:
-    """What was fused; layers are put back where the model's numbers become others."""
-    model.unhook()
-    fused = fuse(module, model)
-    model.hook()
-    notes += fused.notes
-    if not fused.num_fused:
-        fused.restore()
-        return None
-    if fused.is_rounded:
-        gap = check.gap(model)
-        if gap < float("inf"):
-            notes.append(f"vectors differ by {gap:.1e} from those of unrounded weights")
-            return fused
-        problem: str | None = "with rounded weights its vectors are not finite"
-    else:
-        problem = check.problem(model)
-    if problem is None:
-        return fused
-    fused.restore()
-    notes.append(f"not fused: {problem}")
-    return None
-
-
-def _pack(pack: Pack, module: PreTrainedModel, model: EncoderModel, check: _Check, notes: list[str]) -> int:
-    """Bytes of the modules packed; they are put back where the model's numbers become others."""
-    before: list[torch.Tensor] = []  # where fused layers' weights are rounded, not what is expected
-    packed = pack(module, lambda: before.extend(check.results(model)))
-    notes += packed.notes
-    if not packed.num_linears:
-        packed.restore()
-        return 0
-    problem = check.problem(model, before)
-    if problem is None and packed.is_rounded:
-        packed.round()
-        gap = check.gap(model)
-        notes.append(f"with them, vectors differ by {gap:.1e} from those of unrounded weights")
-        problem = None if gap < float("inf") else "with rounded weights its vectors are not finite"
-    if problem is None:
-        return packed.num_bytes
-    packed.restore()
-    notes.append(f"no linear packed: {problem}")
-    return 0
+def _packing_problem(packed: PackedEncoder, check: _Check) -> str | None:
+    """Why the packed way must not be used, or None; it is hooked in then."""
+    packed.measure(check.longest)
+    packed.hook()
+    return check.problem(packed)
 
 
 class _Check:
     """Texts, and what the model called plainly makes of them."""
 
-    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, module: PreTrainedModel, device: torch.device, trials: Trials) -> None:
+        self.trials = trials
         self._tasks = tasks_of(type(module))
         self._tolerance = tolerance(module.dtype)
         config = module.config.get_text_config()
@@ -195,15 +153,17 @@ class _Check:
         self.texts = Texts(torch.tensor(ids, device=device), lengths)
         self.longest = self.texts.ids[: lengths[0]]
         self._wanted = torch.tensor([2, len(ids) - 3], device=device)
-        try:
-            self._expected = self.results(AloneEncoder(module))
-        except _NOT_FOR_IT as error:
+        self._expected: list[torch.Tensor] = []
+        alone = AloneEncoder(module)
+        problem = trials.problem(lambda: self._expected.extend(self.results(alone)))
+        if problem is not None:
             raise UnsupportedError(
                 f"model: {type(module).__name__} makes no vector of each token from token ids alone: "
-                f"{type(error).__name__}: {str(error)[:200]}",
+                f"{problem}",
                 field="model",
-            ) from error
-        if not all(bool(torch.isfinite(found).all()) for found in self._expected):
+            )
+        is_finite = all(bool(torch.isfinite(found).all()) for found in self._expected)
+        if trials.agree(is_finite, "not a number") is not None:
             raise UnsupportedError(
                 f"model: what {type(module).__name__} makes is not finite in {module.dtype}: damaged weights "
                 "or too narrow a dtype (try --dtype float32)",
@@ -221,18 +181,20 @@ class _Check:
             found.append(model.word_logits(self.texts, self._wanted))
         return found
 
-    def gap(self, model: EncoderModel, expected: list[torch.Tensor] | None = None) -> float:
-        """Largest relative error of any result."""
-        found = self.results(model)
-        return max(map(difference, found, expected or self._expected))
+    def judge(self, model: EncoderModel, expected: list[torch.Tensor] | None = None) -> Judge:
+        """What decides on a model's results; ``expected`` are those of whole weights, where others are."""
+        return Judge(
+            self.trials, lambda: self.problem(model, expected), lambda: self._gap(model), results="vectors"
+        )
 
     def problem(self, model: EncoderModel, expected: list[torch.Tensor] | None = None) -> str | None:
         """Why the model must not be used so, or None."""
-        try:
-            gap = self.gap(model, expected)
-        except _NOT_FOR_IT as error:
-            return f"{type(error).__name__}: {str(error)[:200]}"
+        gap = self._gap(model, expected)
         return None if gap <= self._tolerance else f"vectors or scores differ by {gap:.1e}"
+
+    def _gap(self, model: EncoderModel, expected: list[torch.Tensor] | None = None) -> float:
+        """Largest relative error of any result."""
+        return max(map(difference, self.results(model), expected or self._expected))
 
 
 def _longest(config: object) -> int:

@@ -15,9 +15,11 @@ from shoal.attention.pages import allocate
 from shoal.errors import UnsupportedError
 from shoal.model.base import Ragged, Source
 from shoal.model.build import model_length
-from shoal.model.choose import Chosen, Pack, pack_if_right
-from shoal.model.selfcheck import ODDITIES, difference, ragged, tolerance
+from shoal.model.choose import Chosen
+from shoal.model.replaced import Judge, Pack, pack_if_right
+from shoal.model.selfcheck import difference, ragged, tolerance
 from shoal.model.seq2seq import EncoderDecoder, Manner
+from shoal.model.trial import Trials
 from shoal.plan.skeleton import embedding_size
 
 __all__ = ["serve_seq2seq"]
@@ -32,80 +34,121 @@ _LONGEST = 1500  # tokens of an input: what a check at load may cost
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One request of the check."""
+    """One request of the check, and what ``generate`` computes for it."""
 
     encoder_ids: list[int]
     ids: list[int]
     expected: torch.Tensor  # [T, V]
+    gap: float  # of one pass over all tokens to that
 
 
-def serve_seq2seq(module: PreTrainedModel, device: torch.device, pack: Pack | None = None) -> Chosen:
-    """Find how ``module`` (weights loaded, on ``device``) is served.
+def serve_seq2seq(
+    module: PreTrainedModel, device: torch.device, pack: Pack | None = None, trials: Trials | None = None
+) -> Chosen:
+    """Find how ``module`` (weights loaded, on ``device``) is served; all ranks call together.
 
     Args:
         pack: packs the weights of the model's modules; None leaves them.
+        trials: of the group whose part ``module`` is; None: it is whole.
 
     Raises:
         UnsupportedError: no manner gives the model's own logits.
     """
+    trials = trials or Trials()
     module.config._attn_implementation = "eager"
-    plain = EncoderDecoder(module, Manner())
-    samples = [_sample(plain, *lengths, device) for lengths in _LENGTHS]
-    inputs = _long_inputs(module.config, device)
-    mixes = _mixes(plain, inputs, tolerance(module.dtype))
-    if not all(bool(torch.isfinite(sample.expected).all()) for sample in samples):
-        raise UnsupportedError(
-            f"model: {type(module).__name__}'s logits are not finite in {module.dtype}: damaged weights, "
-            "or a dtype too narrow for them (try --dtype float32)",
-            field="model",
-        )
+    samples = _samples(module, device, trials)
+    gap = max(sample.gap for sample in samples)
+    oddity = trials.agree(gap <= tolerance(module.dtype), f"several at once differ by {gap:.1e}")
+    odd = () if oddity is None else (f"only token by token it computes what generate does: {oddity}",)
     problem = ""
-    for manner in _manners(mixes):
+    for manner in _manners(oddity is None, _mixes(module, device, trials)):
         model = EncoderDecoder(module, manner)
-        found = _problem(model, samples, module.dtype, device)
+        judge = _judge(model, samples, module.dtype, device, trials)
+        found = judge.of_whole()
         if found is None:
             said = f"served the {model.way} way" + (f": {manner}" if str(manner) else "")
-            num_bytes, notes = _packed(pack, module, model, samples, device) if pack else (0, ())
-            return Chosen(model, (*notes, said), num_bytes)
+            num_bytes, notes = _packed(pack, module, model, samples, judge) if pack else (0, ())
+            return Chosen(model, (*odd, *notes, said), num_bytes)
         problem = problem or found
     raise UnsupportedError(
         f"model: {type(module).__name__} cannot be served as an encoder-decoder: {problem}", field="model"
     )
 
 
-def _manners(mixes_long_inputs: bool) -> Iterator[Manner]:
+def _manners(takes_several: bool, mixes_long_inputs: bool) -> Iterator[Manner]:
     """From the freest on."""
-    for takes_chunks in (True, False):
+    for takes_chunks in (True, False)[not takes_several :]:
         for mixes_lengths in (True, False):
             for mixes_inputs in (True, False)[not mixes_long_inputs :]:
                 yield Manner(mixes_lengths, takes_chunks, mixes_inputs)
 
 
-def _packed(
-    pack: Pack,
-    module: PreTrainedModel,
+def _judge(
     model: EncoderDecoder,
     samples: Sequence[_Sample],
+    dtype: torch.dtype,
     device: torch.device,
+    trials: Trials,
+) -> Judge:
+    """What decides on a model's logits."""
+
+    def problem() -> str | None:
+        ids = torch.tensor(samples[0].ids, device=device)
+        model.plain(ids, torch.arange(len(ids), device=device))
+        error = gap()
+        return None if error <= tolerance(dtype) else f"logits over pages differ by {error:.1e}"
+
+    def gap() -> float:
+        return _served_difference(model, samples, dtype, device)
+
+    return Judge(trials, problem, gap)
+
+
+def _packed(
+    pack: Pack, module: PreTrainedModel, model: EncoderDecoder, samples: Sequence[_Sample], judge: Judge
 ) -> tuple[int, tuple[str, ...]]:
     """Bytes of the modules packed, and what is said of them; they are put back if the logits are others."""
 
     def run() -> None:
         for sample in samples:
-            encoder_ids, ids = (torch.tensor(own, device=device) for own in (sample.encoder_ids, sample.ids))
+            encoder_ids, ids = (
+                torch.tensor(own, device=sample.expected.device) for own in (sample.encoder_ids, sample.ids)
+            )
             model.whole(encoder_ids, ids)
 
-    return pack_if_right(
-        pack(module, run),
-        lambda: _problem(model, samples, module.dtype, device),
-        lambda: _served_difference(model, samples, module.dtype, device),
-    )
+    return pack_if_right(pack(module, run), judge)
+
+
+def _samples(module: PreTrainedModel, device: torch.device, trials: Trials) -> list[_Sample]:
+    """What the model called plainly gives.
+
+    Raises:
+        UnsupportedError: it cannot be called so, or its logits are no numbers.
+    """
+    plain = EncoderDecoder(module, Manner())
+    samples: list[_Sample] = []
+    problem = trials.problem(lambda: samples.extend(_sample(plain, *own, device) for own in _LENGTHS))
+    if problem is not None:
+        raise UnsupportedError(
+            f"model: {type(module).__name__} makes no logits of an encoder's and a decoder's tokens alone: "
+            f"{problem}",
+            field="model",
+        )
+    is_finite = all(bool(torch.isfinite(sample.expected).all()) for sample in samples)
+    if trials.agree(is_finite, "not a number") is not None:
+        raise UnsupportedError(
+            f"model: {type(module).__name__}'s logits are not finite in {module.dtype}: damaged weights, "
+            "or a dtype too narrow for them (try --dtype float32)",
+            field="model",
+        )
+    return samples
 
 
 def _sample(model: EncoderDecoder, encoder: int, decoder: int, device: torch.device) -> _Sample:
     encoder_ids, ids = _plain_ids(model.config, encoder, 7), _plain_ids(model.config, decoder, 5)
-    encoder_input, decoder_input = (torch.tensor(own, device=device) for own in (encoder_ids, ids))
-    return _Sample(encoder_ids, ids, model.whole(encoder_input, decoder_input))
+    given = torch.tensor(encoder_ids, device=device), torch.tensor(ids, device=device)
+    expected = model.stepwise(*given)
+    return _Sample(encoder_ids, ids, expected, difference(model.whole(*given), expected))
 
 
 def _plain_ids(config: Any, count: int, stride: int) -> list[int]:
@@ -130,28 +173,19 @@ def _long_inputs(config: Any, device: torch.device) -> list[torch.Tensor]:
     return [torch.tensor(_plain_ids(config, n, 7), device=device) for n in (length, length * 3 // 4)]
 
 
-def _mixes(model: EncoderDecoder, inputs: Sequence[torch.Tensor], tolerated: float) -> bool:
+def _mixes(module: PreTrainedModel, device: torch.device, trials: Trials) -> bool:
     """Whether long inputs come out of the encoder side by side as they do alone."""
-    if not inputs:
-        return True
-    together = model.encode(inputs)
-    for ids, states in zip(inputs, together, strict=True):
-        if difference(states[: len(ids)], model.encode([ids])[0]) > tolerated:
-            return False
-    return True
+    model, inputs = EncoderDecoder(module, Manner()), _long_inputs(module.config, device)
 
+    def problem() -> str | None:
+        together = model.encode(inputs) if inputs else ()
+        for ids, states in zip(inputs, together, strict=True):
+            error = difference(states[: len(ids)], model.encode([ids])[0])
+            if error > tolerance(module.dtype):
+                return f"long inputs side by side differ by {error:.1e}"
+        return None
 
-def _problem(
-    model: EncoderDecoder, samples: Sequence[_Sample], dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Why ``model`` must not be used, or None."""
-    try:
-        ids = torch.tensor(samples[0].ids, device=device)
-        model.plain(ids, torch.arange(len(ids), device=device))
-        error = _served_difference(model, samples, dtype, device)
-    except ODDITIES as e:
-        return f"{type(e).__name__}: {str(e)[:200]}"
-    return None if error <= tolerance(dtype) else f"logits over pages differ by {error:.1e}"
+    return trials.problem(problem) is None
 
 
 def _served_difference(

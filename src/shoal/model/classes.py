@@ -5,7 +5,9 @@ code. Reads no weights, and knows no model by name.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,28 @@ from transformers import PreTrainedModel
 
 from shoal.errors import UnsupportedError
 
-__all__ = ["architecture_class"]
+__all__ = ["architecture_class", "class_from_code", "reading_code"]
 
 _log = logging.getLogger("shoal.model")
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def reading_code() -> Iterator[None]:
+    """While a checkpoint's own code is read: transformers parses it, and before Python 3.13 two threads that
+    parse at once disturb each other ("AST constructor recursion depth mismatch").
+    """
+    with _one_at_a_time:
+        yield
+
+
+def class_from_code(reference: str, path: Path) -> type[PreTrainedModel]:
+    """A class in the code of the checkpoint in a folder, which is run."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    with reading_code():
+        found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, path)
+    return found
 
 
 def architecture_class(
@@ -36,10 +57,7 @@ def architecture_class(
     named = _named(config)
     reference = next(_from_code(getattr(config, "auto_map", None) or {}, named, config), None)
     if reference is not None and trust_remote_code and path is not None:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        loaded: type[PreTrainedModel] = get_class_from_dynamic_module(reference, path)
-        return loaded
+        return class_from_code(reference, path)
     own = getattr(transformers, named, None) if named else None
     if isinstance(own, type) and issubclass(own, PreTrainedModel):
         return own

@@ -1,5 +1,5 @@
-"""Which way a decoder will be served, seen on a small random model of its class before any weights are there.
-Knows no checkpoint; what the loaded weights then show is what counts (:mod:`.choose`).
+"""Which way a model will be served, seen on a small random model of its class before any weights are there.
+Knows no checkpoint; what the loaded weights then show is what counts (:mod:`.choose` and its like).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from shoal.attention.sdpa import paged_sdpa
 from shoal.errors import PlanError, UnsupportedError
-from shoal.model.choose import serve_causal
+from shoal.model.choose import Chosen, serve_causal
+from shoal.model.choose_encoder import ChosenEncoder, serve_encoder
+from shoal.model.choose_seq2seq import serve_seq2seq
 from shoal.model.recompute import COST
 from shoal.plan.skeleton import building
 from shoal.plan.types import Plan
@@ -23,6 +25,8 @@ __all__ = ["Foreseen", "foresee"]
 _COSTS = {
     "recompute": COST,
     "state": "a state for each sequence, beside or in place of keys and values; no prefix is reused",
+    "padded": "texts, or sequences that decode together, are padded to the longest",
+    "alone": "one text is computed after the other",
 }
 
 
@@ -36,15 +40,15 @@ class Foreseen(NamedTuple):
 
 @torch.inference_mode()
 def foresee(plan: Plan, model_class: type[PreTrainedModel], config: Any) -> Foreseen | None:
-    """The way of a small model of the class; None if the class makes no text of its own, or is not to be had
-    small.
+    """The way of a small model of the class; None if the class is not to be had small, or is an encoder and a
+    decoder without a head, which is not served.
 
     Args:
         plan: of the full model.
         model_class: a transformers class.
         config: the full model's.
     """
-    if config.is_encoder_decoder or not model_class.can_generate():
+    if config.is_encoder_decoder and not model_class.can_generate():
         return None
     try:
         small = find_clone(plan, model_class, config).config
@@ -54,12 +58,23 @@ def foresee(plan: Plan, model_class: type[PreTrainedModel], config: Any) -> Fore
         torch.manual_seed(0)
         model = model_class._from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     try:
-        chosen = serve_causal(model, paged_sdpa, torch.device("cpu"))
+        chosen = _chosen(model)
     except UnsupportedError as error:
         return Foreseen("none", "", (str(error),))
-    way = chosen.model.way
-    return Foreseen(
-        way,
-        _COSTS.get(way, ""),
-        tuple(note for note in chosen.notes if note.startswith(("not ", "neither "))),
-    )
+    way, said = chosen.model.way, chosen.notes[-1].partition(": ")[2]
+    reasons = tuple(note for note in chosen.notes if note.startswith(("not ", "neither ")))
+    return Foreseen(way, said or _COSTS.get(way, ""), reasons)
+
+
+def _chosen(model: PreTrainedModel) -> Chosen | ChosenEncoder:
+    """How the model is served, as the ranks would.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    device = torch.device("cpu")
+    if not model.can_generate():
+        return serve_encoder(model, paged_sdpa, device)
+    if model.config.is_encoder_decoder:
+        return serve_seq2seq(model, device)
+    return serve_causal(model, paged_sdpa, device)

@@ -13,8 +13,9 @@ from shoal.attention.pages import allocate
 from shoal.comm.base import Comm
 from shoal.fuse.head import fuse_head, head_storage
 from shoal.fuse.replace import fuse_layers
+from shoal.fuse.whole import WholeModel, find_whole
 from shoal.model.base import Ragged, Row
-from shoal.model.causal import PagedCausal
+from shoal.model.causal import PagedCausal, attention_batch
 
 __all__ = ["FusedCausal"]
 
@@ -43,9 +44,13 @@ class FusedCausal:
         self.storage = storage
         self.layers = fuse_layers(module, paged.context, kernel, comm, storage)
         self.head = fuse_head(module, kernel.team, comm, head_storage(storage))
+        self._whole: WholeModel | None = None
+        self._whole, self._problem = find_whole(
+            module, self.layers, paged.context, kernel.team, comm, self.plain
+        )
 
     @property
-    def packed_bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of weights that are held packed."""
         return self.layers.num_bytes + self.head.num_bytes
 
@@ -56,7 +61,7 @@ class FusedCausal:
         return layers.num_fused == layers.num_layers and not layers.foreign and not self.head.problem
 
     @property
-    def layers_fused(self) -> int:
+    def num_fused(self) -> int:
         """How many of the model's layers are."""
         return self.layers.num_fused
 
@@ -67,6 +72,7 @@ class FusedCausal:
 
     def restore(self) -> None:
         """Put the model back as it was."""
+        self._whole = None
         self.layers.restore()
         self.head.restore()
 
@@ -81,6 +87,11 @@ class FusedCausal:
             found.append(f"within them by the model's own code: {', '.join(layers.foreign)}")
         if self.head.problem:
             found.append(f"head not fused: {self.head.problem}")
+        found.append(
+            f"code of the model runs between its layers and its head: {self._problem}"
+            if self._whole is None
+            else "embedding, layers and head run without the model's own code"
+        )
         return (*found, *(f"not fused: {problem}" for problem in layers.problems[:1]))
 
     @property
@@ -104,4 +115,6 @@ class FusedCausal:
                 self.use_pages(before)
 
     def logits(self, batch: Ragged) -> torch.Tensor:
-        return self._paged.logits(batch)
+        if self._whole is None:
+            return self._paged.logits(batch)
+        return self._whole(batch.ids, batch.positions, batch.wanted, attention_batch(batch))

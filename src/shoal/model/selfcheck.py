@@ -14,18 +14,17 @@ import torch
 from transformers import PreTrainedModel
 
 from shoal.attention.pages import allocate
+from shoal.errors import UnsupportedError
 from shoal.model.base import KeepsState, Ragged, Row, ServedModel
 from shoal.model.build import model_length, vocabulary_size
 from shoal.model.causal import Caller
 from shoal.model.recompute import next_logits
+from shoal.model.trial import Trials
 
-__all__ = ["ODDITIES", "SelfCheck", "difference", "make_check", "ragged", "tolerance"]
+__all__ = ["SelfCheck", "difference", "make_check", "ragged", "tolerance"]
 
 _BLOCK_SIZE = 4  # of the self-check's own pages: small, so that a dozen tokens cross blocks
 _LENGTHS = (11, 6)  # of its prompts, where the model takes so many positions
-
-ODDITIES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What a model's own code makes of a call it was not written for."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -54,18 +53,19 @@ class SelfCheck:
         return all(bool(torch.isfinite(logits).all()) for logits in self.expected)
 
     def problem(self, model: ServedModel) -> str | None:
-        """Why ``model`` must not be used, or None."""
-        try:
-            every = torch.arange(len(self.prompts[0]), device=self.device)
-            plain = model.plain(torch.tensor(self.prompts[0], device=self.device), every)
-            if model.keeps_kv and not model.kv_shapes and not isinstance(model, KeepsState):
-                return "its attention does not pass through the interface"
-            error = difference(plain, self.expected[0])
-            if error > tolerance(self.dtype):
-                return f"logits without a cache differ by {error:.1e}"
-            error = self.served_difference(model)
-        except ODDITIES as e:
-            return f"{type(e).__name__}: {str(e)[:200]}"
+        """Why ``model`` must not be used, or None.
+
+        Raises:
+            Exception: whatever the model's own code raises (:data:`shoal.model.trial.ODDITIES`).
+        """
+        every = torch.arange(len(self.prompts[0]), device=self.device)
+        plain = model.plain(torch.tensor(self.prompts[0], device=self.device), every)
+        if model.keeps_kv and not model.kv_shapes and not isinstance(model, KeepsState):
+            return "its attention does not pass through the interface"
+        error = difference(plain, self.expected[0])
+        if error > tolerance(self.dtype):
+            return f"logits without a cache differ by {error:.1e}"
+        error = self.served_difference(model)
         return None if error <= tolerance(self.dtype) else f"logits step by step differ by {error:.1e}"
 
     def served_difference(self, model: ServedModel) -> float:
@@ -103,33 +103,47 @@ class SelfCheck:
         ]
 
 
-def make_check(module: PreTrainedModel, device: torch.device) -> SelfCheck:
+def make_check(module: PreTrainedModel, device: torch.device, trials: Trials) -> SelfCheck:
     """What ``module`` (weights loaded, on ``device``) gives by its own attention, without a cache.
 
     Raises:
-        RuntimeError, TypeError, ...: it cannot even be asked for the next token.
+        UnsupportedError: it cannot even be asked for the next token, or what it gives are no numbers.
     """
     vocabulary = vocabulary_size(module.config)
     longest = model_length(module.config) or max(_LENGTHS)
     lengths = [min(length, longest) for length in _LENGTHS]
     prompts = [[(7 * i + 3 * n) % vocabulary for i in range(n)] for n in lengths]
-    last = [next_logits(module, _tensor(prompt, device)[None])[0] for prompt in prompts]
-    try:
-        expected = _in_one_pass(module, prompts, device)
-        pairs = [(rows[-1], own) for rows, own in zip(expected, last, strict=True)]
-        half = max(1, lengths[0] // 2)
-        pairs.append(
-            (expected[0][half - 1], next_logits(module, _tensor(prompts[0][:half], device)[None])[0])
+    last: list[torch.Tensor] = []  # of each prompt, and of half the first
+    asked = [*prompts, prompts[0][: max(1, lengths[0] // 2)]]
+    problem = trials.problem(
+        lambda: last.extend(next_logits(module, _tensor(ids, device)[None])[0] for ids in asked)
+    )
+    if problem is not None:
+        raise UnsupportedError(
+            f"model: {type(module).__name__} cannot be asked for the token after some: {problem}",
+            field="model",
         )
-        error = max(difference(one, own) for one, own in pairs)
-        oddity = None
-        if error > tolerance(module.dtype):
-            oddity = f"a pass over a whole prompt differs by {error:.1e} from those that generate makes"
-    except ODDITIES as e:
-        oddity = f"{type(e).__name__}: {str(e)[:200]}"
+    expected: list[torch.Tensor] = []
+
+    def one_pass() -> str | None:
+        expected.extend(_in_one_pass(module, prompts, device))
+        rows = [expected[0][-1], expected[1][-1], expected[0][len(asked[-1]) - 1]]
+        error = max(map(difference, rows, last))
+        if error <= tolerance(module.dtype):
+            return None
+        return f"a pass over a whole prompt differs by {error:.1e} from those that generate makes"
+
+    oddity = trials.problem(one_pass)
     if oddity is not None:
         expected = [_one_by_one(module, prompt, device) for prompt in prompts]
-    return SelfCheck(prompts, expected, module.dtype, device, oddity)
+    check = SelfCheck(prompts, expected, module.dtype, device, oddity)
+    if trials.agree(check.is_finite, "not a number") is not None:
+        raise UnsupportedError(
+            f"model: {type(module).__name__}'s logits are not finite in {module.dtype}: damaged weights, "
+            "or a dtype too narrow for them (try --dtype float32)",
+            field="model",
+        )
+    return check
 
 
 def _in_one_pass(

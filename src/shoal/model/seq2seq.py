@@ -107,6 +107,16 @@ class EncoderDecoder:
             ).logits
         return logits[0]
 
+    def stepwise(self, encoder_ids: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same token by token with the model's own cache, as ``generate`` computes them."""
+        hidden, mask = self.encode([encoder_ids]), torch.ones_like(encoder_ids)[None]
+        cache, found = None, []
+        for token in ids[:, None]:
+            out = self._decode(token[None], hidden, mask, **{self._name_of_cache(): cache})
+            cache = getattr(out, self._name_of_cache())
+            found.append(out.logits[0, -1])
+        return torch.stack(found)
+
     def _measure(self, ids: torch.Tensor) -> None:
         """Note what a cache of the model's own keeps, after a decoder's first token."""
         hidden = self.encode([ids])

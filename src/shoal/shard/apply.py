@@ -32,7 +32,7 @@ _log = logging.getLogger("shoal.shard")
 _GROUPED_MM_BYTES = 16  # torch's grouped_mm refuses matrices whose rows are no multiple of so many
 
 
-def shard(model: nn.Module, plan: Plan, rank: int, comm: Comm) -> None:
+def shard(model: nn.Module, plan: Plan, rank: int, comm: Comm) -> Link | None:
     """Make ``model`` this rank's part of the split model, in place.
 
     Parameter names stay; shapes become the rank's. Weights that are there are cut, and the full tensors
@@ -45,6 +45,9 @@ def shard(model: nn.Module, plan: Plan, rank: int, comm: Comm) -> None:
         rank: which part; must be ``comm.rank``.
         comm: the group of ``plan.tp`` ranks.
 
+    Returns:
+        what the model's modules reach the group through; None: there is one rank, which needs none.
+
     Raises:
         PlanError: plan, rank, group and model do not fit together. The model may then be half changed.
     """
@@ -52,7 +55,7 @@ def shard(model: nn.Module, plan: Plan, rank: int, comm: Comm) -> None:
     if (comm.rank, comm.size) != (rank, plan.tp):
         raise PlanError(f"rank {rank} of {plan.tp} wanted, the group says {comm.rank} of {comm.size}")
     if plan.tp == 1:
-        return
+        return None
     link = Link(comm)
     _empty_terms(model, plan, rank)
     raw = _cut_parameters(model, plan, rank)
@@ -62,6 +65,7 @@ def shard(model: nn.Module, plan: Plan, rank: int, comm: Comm) -> None:
     _adopt_owners(raw, rank, deferred, link)
     _slice_arguments(model, plan.args, rank)
     _repair_reshapes(model, plan.reshapes, rank)
+    return link
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,6 +32,15 @@ class Link:
         if self._comm is None:
             raise PlanError("this rank's part of a model left its group when it was pickled: shard again")
         return self._comm
+
+    @contextmanager
+    def lent(self, comm: Comm) -> Iterator[None]:
+        """Have modules go through another end for a while."""
+        own, self._comm = self._comm, comm
+        try:
+            yield
+        finally:
+            self._comm = own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
         return self

@@ -59,7 +59,7 @@ def test_each_family_is_served_fused_with_its_own_logits(family: str, kernel: Cp
 
 def test_a_bfloat16_model_is_served_fused(kernel: CpuPaged) -> None:
     chosen = served(zoo_model("llama", torch.bfloat16), kernel, "bfloat16")
-    assert isinstance(chosen.model, FusedCausal) and chosen.model.layers_fused == 2
+    assert isinstance(chosen.model, FusedCausal) and chosen.model.num_fused == 2
 
 
 def test_a_model_that_computes_parts_for_itself_says_which(kernel: CpuPaged) -> None:
@@ -90,7 +90,7 @@ def test_what_fused_layers_leave_to_their_own_code_is_packed(kernel: CpuPaged) -
     chosen = served(model, kernel)
     assert chosen.notes[0] == "2 of 2 layers fused, 1 call(s) a step"
     assert chosen.notes[-2:] == ("6 linears packed", "served the fused way")
-    assert isinstance(chosen.model, FusedCausal) and chosen.packed_bytes > chosen.model.packed_bytes
+    assert isinstance(chosen.model, FusedCausal) and chosen.packed_bytes > chosen.model.num_bytes
     assert model.model.layers[0].mlp.shared_expert.up_proj.weight.numel() == 0
 
 
@@ -139,7 +139,7 @@ def test_rounded_weights_are_served_and_their_difference_is_reported(
     chosen = served(zoo_model("llama"), kernel, storage)
     model = chosen.model
     assert isinstance(model, FusedCausal) and isinstance(whole, FusedCausal)
-    assert model.packed_bytes < share * whole.packed_bytes
+    assert model.num_bytes < share * whole.num_bytes
     assert any(note.startswith("logits differ by ") for note in chosen.notes)
 
 

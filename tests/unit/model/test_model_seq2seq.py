@@ -11,6 +11,7 @@ from shoal.errors import UnsupportedError
 from shoal.model.choose_seq2seq import serve_seq2seq
 from shoal.model.seq2seq import EncoderDecoder, Manner, unchanged
 from support.zoo.build import build
+from support.zoo.catalogue import family_of
 from support.zoo.seq2seq import SEQ2SEQ
 
 MANNERS = {
@@ -19,18 +20,20 @@ MANNERS = {
     "marian": Manner(mixes_lengths=False),  # positions come from the length of the cache
     "led": Manner(mixes_lengths=False),
     "fsmt": Manner(mixes_lengths=False, takes_chunks=False),  # no causal mask with a cache
+    "prophetnet": Manner(mixes_lengths=False, takes_chunks=False),  # logits of several at once are others
     "bigbird_pegasus:sparse": Manner(mixes_lengths=False, mixes_inputs=False),  # padding moves its blocks
 }
 
 
 @pytest.mark.parametrize("family", MANNERS)
 def test_the_manner_is_what_the_model_allows(family: str) -> None:
-    module = build(SEQ2SEQ[family], "eager", torch.float32)
+    module = build(family_of(family), "eager", torch.float32)
     with torch.inference_mode():
         chosen = serve_seq2seq(module, torch.device("cpu"))
     assert isinstance(chosen.model, EncoderDecoder)
     assert chosen.model.manner == MANNERS[family]
     assert chosen.notes[-1].startswith("served the seq2seq way")
+    assert any(note.startswith("only token by token") for note in chosen.notes) == (family == "prophetnet")
     assert len(chosen.model.kv_shapes) == 2  # cross-attention lives in the layers' own pages
 
 

@@ -12,6 +12,7 @@ from shoal.errors import UnsupportedError
 from shoal.model.base import KeepsState, Ragged
 from shoal.model.choose import Chosen, serve_causal
 from shoal.model.selfcheck import make_check
+from shoal.model.trial import Trials
 from support.zoo.build import build
 from support.zoo.catalogue import family_of
 
@@ -66,7 +67,7 @@ def test_where_nothing_can_be_kept_sequences_are_computed_anew(name: str) -> Non
 def test_a_model_that_prepares_its_inputs_otherwise_is_held_to_what_generate_computes() -> None:
     """One pass over a prompt, without the mask token that it appends, would be another computation."""
     model = build(family_of("xlm"), "eager", torch.float32)
-    check = make_check(model, CPU)
+    check = make_check(model, CPU, Trials())
     assert check.oddity is not None
     prompt = list(check.prompts[1])
     arguments = model.prepare_inputs_for_generation(torch.tensor([prompt]))
@@ -77,7 +78,7 @@ def test_a_model_that_prepares_its_inputs_otherwise_is_held_to_what_generate_com
 def test_two_states_do_not_meet() -> None:
     """A state that another sequence overwrote gives other logits: slots are what keeps them apart."""
     model = build(family_of("mamba2"), "eager", torch.float32)
-    check = make_check(model, CPU)
+    check = make_check(model, CPU, Trials())
     served = serve_causal(model, paged_sdpa, CPU).model
     assert check.problem(served) is None
     logits = served.logits
