@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shoal.sampling_params import SamplingParams
+from shoal.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from shoal.engine.front import AsyncLLM
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__", "parallelize", "plan", "prove"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "SamplingParams",
+    "__version__",
+    "parallelize",
+    "plan",
+    "prove",
+]
 
 _LAZY = {"LLM": "shoal.engine.llm", "AsyncLLM": "shoal.engine.front", "parallelize": "shoal.parallel.api"}
 _CALLABLE_PACKAGES = ("plan", "prove")

@@ -66,6 +66,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0  # no run of so many tokens twice; 0: off
     seed: int = 0  # unsigned 64 bit; noise is a function of (seed, branch, position)
     branch: int = 0
     min_tokens: int = 0
@@ -77,7 +78,12 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def needs_history(self) -> bool:
         """Whether sampling depends on the tokens so far."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.no_repeat_ngram_size > 0
+        )
 
 
 class SequenceStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -85,13 +91,16 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     Computes the tokens at positions ``start .. start + len(token_ids)``; all earlier positions are
     already in its KV pages, or in its state. Position p lives in slot ``p % block_size`` of block
-    ``block_ids[p // block_size]``.
+    ``block_ids[p // block_size]``; in layers that see a window and have blocks of their own, of block
+    ``window_block_ids[p // block_size - window_base]``, if the window reaches that far back.
     """
 
     sequence_id: int  # unique in the engine's life
     start: int
     token_ids: bytes  # int32; at least one; PLACEHOLDER_ID alone for the token sampled in the step before
     block_ids: bytes  # int32; enough blocks for start + len(token_ids) positions
+    window_block_ids: bytes = b""  # int32; empty: all layers have the same blocks
+    window_base: int = 0  # so many leading blocks are gone
     slot: int = -1  # where its state is, of models that keep one; a share that starts at 0 begins a new state
     sampling: SamplingSpec | None = None  # None: a chunk of a prompt, nothing is sampled
     num_output: int = 0  # output tokens so far, for min_tokens
@@ -180,14 +189,20 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     dtype: str = ""
     way: str = "paged"  # how the model is served; "recompute": nothing is kept, every step brings all tokens
     state_bytes: int = 0  # per sequence, whatever its length
+    window: int = 0  # positions that layers see, which need keep no more; 0: there are none
+    window_bytes_per_token: int = 0  # of kv_bytes_per_token, what these layers take
     notes: tuple[str, ...] = ()
 
 
 class AllocateKV(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
-    """The second message: how many blocks every rank keeps, and how many states."""
+    """The second message: how many blocks every rank keeps, and how many states.
+
+    Layers that see a window keep ``num_window_blocks``, or as many as all others if that is 0.
+    """
 
     num_blocks: int
     block_size: int
+    num_window_blocks: int = 0
     num_slots: int = 0
     step_timeout_s: float = 0.0  # of the steps that follow; 0: as the configuration says
 

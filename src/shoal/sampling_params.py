@@ -14,11 +14,16 @@ from typing import Any
 
 from shoal.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["BeamSearchParams", "SamplingParams"]
 
 _MOST_BRANCHES = 16384  # vLLM's bound
 _MOST_BEAMS = 256
+_MOST_NGRAM = 1024
+_MOST_LOGPROBS = 20
 _MOST = 2**31 - 1  # token counts and ids travel as 32-bit integers
+# Within these, scores stay finite whatever they are: logits are float32, and lengths below 2**31.
+_LEAST_REPETITION, _MOST_REPETITION = 1e-3, 1e3
+_MOST_LENGTH_PENALTY = 30.0
 
 _NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
@@ -26,6 +31,9 @@ _NEUTRAL: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "length_penalty": 1.0,
+    "early_stopping": False,
 }
 
 
@@ -55,7 +63,8 @@ class SamplingParams:
     top_p: float | None = None  # unset: 1.0; in (0, 1]
     top_k: int | None = None  # unset: 0; 0 or -1 means all
     min_p: float | None = None  # unset: 0.0; share of the most likely token's probability
-    repetition_penalty: float | None = None  # unset: 1.0; > 0; prompt and output
+    repetition_penalty: float | None = None  # unset: 1.0; in [1e-3, 1e3]; prompt and output
+    no_repeat_ngram_size: int | None = None  # unset: 0; no run of so many tokens twice, prompt and output
     presence_penalty: float = 0.0  # in [-2, 2]; output only
     frequency_penalty: float = 0.0  # in [-2, 2]; output only, times the count
     seed: int | None = None  # unset: drawn once at admission
@@ -70,8 +79,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     forced_bos_token_id: int | None = None  # of encoder-decoders: the first token; unset: the model's
     num_beams: int = 1  # above 1: beam search as in transformers, greedy; n of them are returned
-    length_penalty: float = 1.0  # of beams: the exponent of the length their log-probability is divided by
-    early_stopping: bool | str = False  # of beams: true, false or "never"
+    length_penalty: float | None = None  # of beams, unset: 1.0; exponent of the length that divides a score
+    early_stopping: bool | str | None = None  # of beams, unset: False; True, False or "never"
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -111,7 +120,17 @@ class SamplingParams:
         m = self.min_p
         _require(m is None or (_number(m) and 0 <= m <= 1), "min_p", f"must lie in [0, 1], got {m!r}")
         r = self.repetition_penalty
-        _require(r is None or (_number(r) and r > 0), "repetition_penalty", f"must be above 0, got {r!r}")
+        _require(
+            r is None or (_number(r) and _LEAST_REPETITION <= r <= _MOST_REPETITION),
+            "repetition_penalty",
+            f"must lie in [{_LEAST_REPETITION:g}, {_MOST_REPETITION:g}], got {r!r}",
+        )
+        size = self.no_repeat_ngram_size
+        _require(
+            size is None or (_integer(size) and 0 <= size <= _MOST_NGRAM),
+            "no_repeat_ngram_size",
+            f"must be an integer from 0 to {_MOST_NGRAM} (0 is off), got {size!r}",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             v = getattr(self, name)
             _require(_number(v) and -2 <= v <= 2, name, f"must lie in [-2, 2], got {v!r}")
@@ -120,9 +139,13 @@ class SamplingParams:
         is_right = _integer(self.num_beams) and 1 <= self.num_beams <= _MOST_BEAMS
         _require(is_right, "num_beams", f"must be an integer from 1 to {_MOST_BEAMS}, got {self.num_beams!r}")
         penalty, stopping = self.length_penalty, self.early_stopping
-        _require(_number(penalty), "length_penalty", f"must be a number, got {penalty!r}")
         _require(
-            isinstance(stopping, bool) or stopping == "never",
+            penalty is None or (_number(penalty) and abs(penalty) <= _MOST_LENGTH_PENALTY),
+            "length_penalty",
+            f"must lie in [-{_MOST_LENGTH_PENALTY:g}, {_MOST_LENGTH_PENALTY:g}], got {penalty!r}",
+        )
+        _require(
+            stopping is None or isinstance(stopping, bool) or stopping == "never",
             "early_stopping",
             f'must be true, false or "never", got {stopping!r}',
         )
@@ -130,8 +153,6 @@ class SamplingParams:
             return
         _require(self.n <= self.num_beams, "n", f"must not exceed num_beams ({self.num_beams}), got {self.n}")
         _require(not self.temperature, "temperature", "must be 0 or unset: beams are not drawn")
-        _require(not self.stop, "stop", "stop strings do not end beams; use stop_token_ids")
-        _require(self.logprobs is None, "logprobs", "are not reported of beams")
 
     def _check_lengths_and_ids(self) -> None:
         _require(
@@ -155,9 +176,9 @@ class SamplingParams:
             f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
         )
         _require(
-            self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 20),
+            self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= _MOST_LOGPROBS),
             "logprobs",
-            f"must be an integer from 0 to 20, got {self.logprobs!r}",
+            f"must be an integer from 0 to {_MOST_LOGPROBS}, got {self.logprobs!r}",
         )
         assert self.stop is not None and self.stop_token_ids is not None
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", "must be non-empty strings")
@@ -187,8 +208,7 @@ class SamplingParams:
                 ``do_sample: false`` there, or beams here, make an unset temperature 0.
 
         Returns:
-            the same request with every field of ``temperature, top_p, top_k, min_p,
-            repetition_penalty`` set.
+            the same request with every field set that may be unset, but for the seed and the forced token.
         """
         defaults = dict(_NEUTRAL)
         defaults.update({k: v for k, v in model_defaults.items() if k in _NEUTRAL and v is not None})
@@ -201,3 +221,35 @@ class SamplingParams:
     def field_names(cls) -> tuple[str, ...]:
         """The public field names, in order."""
         return tuple(f.name for f in fields(cls))
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How :meth:`shoal.LLM.beam_search` searches. Names are vLLM's, and so is that the search goes on to
+    ``max_tokens`` where a better sequence may yet be found.
+
+    Raises:
+        RequestError: a value out of its range, when the search begins; ``field`` names it.
+    """
+
+    beam_width: int  # beams, and sequences returned
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # beams are not drawn: nothing else is served
+    length_penalty: float = 1.0  # the exponent of the length that a log-probability is divided by
+    include_stop_str_in_output: bool = False  # accepted: tokens and text hold what ended a sequence anyway
+
+    def sampling_params(self) -> SamplingParams:
+        """The same search as :meth:`shoal.LLM.generate` takes it."""
+        is_right = _integer(self.beam_width) and 1 <= self.beam_width <= _MOST_BEAMS
+        _require(is_right, "beam_width", f"must be from 1 to {_MOST_BEAMS}, got {self.beam_width!r}")
+        return SamplingParams(
+            n=self.beam_width,
+            num_beams=self.beam_width,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            early_stopping="never",
+            logprobs=min(2 * self.beam_width, _MOST_LOGPROBS),
+        )

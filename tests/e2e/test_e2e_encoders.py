@@ -4,11 +4,14 @@ by one.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from shoal.cli.main import main
 from shoal.errors import UnsupportedError
+from support import encoders
 from support.zoo.encode import encode
 from support.zoo.encoders import ENCODERS
 from support.zoo.serve import save
@@ -48,3 +51,14 @@ def test_every_encoder_equals_transformers(name: str, ranks: int, folder: Path) 
 def test_what_makes_no_vectors_of_tokens_is_refused_with_the_reason(folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="makes no vector of each token"):
         encode(FAMILIES["perceiver"], save(FAMILIES["perceiver"], folder), 1)
+
+
+def test_the_command_line_cuts_texts_only_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logging_restored: None
+) -> None:
+    path = encoders.save(tmp_path / "bert")
+    arguments = ["generate", str(path), "--task", "embed", "-p", "aa " * 70, "--num-threads", "1"]
+    assert main(arguments) == 2
+    assert "72 tokens, which exceeds max_model_len (64)" in capsys.readouterr().err
+    assert main([*arguments, "--truncate-prompt-tokens", "-1"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 64

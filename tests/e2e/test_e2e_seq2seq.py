@@ -1,4 +1,4 @@
-"""Encoder-decoders and beams through the engine give transformers' own tokens."""
+"""Encoder-decoders through the engine give transformers' own tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as T
 
 from shoal import LLM, SamplingParams
 from shoal.errors import RequestError
-from support import families, seq2seq
+from support import seq2seq
 from support.zoo.seq2seq import SEQ2SEQ
 
 TOKENS = 10
@@ -26,7 +25,6 @@ SHORT = [
     60,
 ]  # encoder tokens: around a block of 4, and as many as the zoo's models take
 LONG = [300, 1, 40, 299, 2, 7, 128, 64]
-STOPS = list(range(3, 101, 7))  # so many that beams end at every length
 
 pytestmark = pytest.mark.usefixtures("thread_ranks")
 
@@ -95,34 +93,3 @@ def test_decoders_begin_and_end_as_the_model_or_the_caller_says(families_path: P
             greedy(llm, [prompt * 8])
         with pytest.raises(RequestError, match=r"chat template|tokenizer"):
             llm.chat([{"role": "user", "content": "hello"}])
-
-
-SEARCHES = [
-    {"num_beams": 4, "n": 1},
-    {"num_beams": 4, "n": 4, "early_stopping": True},
-    {"num_beams": 3, "n": 2, "length_penalty": 2.0, "early_stopping": "never"},
-    {"num_beams": 4, "n": 2, "length_penalty": -0.5},
-]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", ["t5", "marian", "gpt2", "llama"])
-def test_beams_are_transformers(family: str, tp: int, families_path: Path) -> None:
-    if family in SEQ2SEQ:
-        path = seq2seq.save(family, families_path)
-        model = seq2seq.load(path)
-    else:
-        path = families.save(family, families_path)
-        model = T.AutoModelForCausalLM.from_pretrained(path).eval()
-    prompts = seq2seq.prompts([1, 3, 4, 5, 17])
-    with engine(path, tp, num_gpu_blocks_override=60, enable_prefix_caching=tp == 1) as llm:
-        for search in SEARCHES:
-            options = {**search, "num_return_sequences": search["n"]}
-            del options["n"]
-            expected = [seq2seq.answers(model, prompt, TOKENS, STOPS, **options) for prompt in prompts]
-            params = SamplingParams(ignore_eos=True, stop_token_ids=STOPS, max_tokens=TOKENS, **search)
-            outs = llm.generate(prompts, params)
-            assert [[branch.token_ids for branch in out.outputs] for out in outs] == expected
-            for out in outs:
-                for branch in out.outputs:
-                    assert branch.finish_reason == ("stop" if branch.token_ids[-1] in STOPS else "length")

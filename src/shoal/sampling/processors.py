@@ -1,5 +1,5 @@
-"""Edits of logits that a request asks for: logit_bias, min_tokens, penalties, forced tokens. Knows no
-probabilities and draws nothing.
+"""Edits of logits that a request asks for: logit_bias, min_tokens, penalties, repeated runs, forced tokens.
+Knows no probabilities and draws nothing.
 
 Every function takes float32 ``scores`` [rows, vocab] and the rows' ``SequenceStep``s, and edits in
 place. All rows are edited at once, each with its own values, through (row, token id) pairs, so the
@@ -8,8 +8,9 @@ were refused at admission.
 
 Definitions. Bias: added. Barred: -inf. Repetition (Keskar et al. 2019, as in transformers): a
 logit above 0 is divided by the penalty, any other multiplied, for every token of prompt and output.
-Presence and frequency (OpenAI's): of the output only, ``- presence - frequency * count``. Forced: 0, and
-all others -inf.
+Presence and frequency (OpenAI's): of the output only, ``- presence - frequency * count``. No repeated
+n-grams (as in transformers): barred is what would make the last n tokens of prompt and output a run that
+they hold already. Forced: 0, and all others -inf.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ def needs_edit(sequence: SequenceStep) -> bool:
 
 
 def apply(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:
-    """All edits in vLLM's order: bias and barred tokens, then repetition, frequency, presence; forced ones
-    last, as in transformers.
+    """All edits in vLLM's order: bias and barred tokens, then repetition, frequency, presence; then, as in
+    transformers, repeated n-grams and forced tokens.
     """
     _add_bias(scores, sequences)
     _bar_stop_ids(scores, sequences)
     _repetition(scores, sequences)
     _presence_and_frequency(scores, sequences)
+    _bar_repeated_ngrams(scores, sequences)
     _force(scores, sequences)
 
 
@@ -95,6 +97,29 @@ def _add_bias(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:
 
 def _bar_stop_ids(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:
     barred = [(row, spec_of(s).stop_ids) for row, s in enumerate(sequences) if _bars_stop(s)]
+    _bar(scores, barred)
+
+
+def _bar_repeated_ngrams(scores: torch.Tensor, sequences: Sequence[SequenceStep]) -> None:
+    barred = [
+        (row, _completing(np.frombuffer(s.history, dtype=np.int32), spec_of(s).no_repeat_ngram_size))
+        for row, s in enumerate(sequences)
+        if spec_of(s).no_repeat_ngram_size
+    ]
+    _bar(scores, barred)
+
+
+def _completing(history: _Ids, size: int) -> _Ids:
+    """Every token that followed an earlier occurrence of the last ``size - 1`` tokens."""
+    if len(history) < size:
+        return history[:0]
+    runs = np.lib.stride_tricks.sliding_window_view(history, size)
+    prefix = history[len(history) - size + 1 :]
+    followers: _Ids = runs[(runs[:, :-1] == prefix).all(axis=1), -1]
+    return followers
+
+
+def _bar(scores: torch.Tensor, barred: Sequence[tuple[int, Sequence[int] | _Ids]]) -> None:
     if barred:
         flat, _ = _pairs(scores, barred)
         scores.view(-1)[flat] = -torch.inf

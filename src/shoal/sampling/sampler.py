@@ -139,7 +139,8 @@ def _choose_group(
         if dead:
             for place in dead:
                 choice.errors[rows[place]] = (
-                    "no token is left to sample: min_tokens, logit_bias or penalties leave none finite"
+                    "no token is left to sample: min_tokens, logit_bias, penalties or no_repeat_ngram_size "
+                    "leave none finite"
                 )
             alive = [place for place in range(len(rows)) if place not in dead]
             scores, rows, own = scores[alive], [rows[i] for i in alive], [own[i] for i in alive]

@@ -1,5 +1,5 @@
 """Beam search, as transformers does it: which continuations of a request's beams go on, which have ended, and
-when the search is over. Knows no blocks, no queue and no step.
+when the search is over. Knows no blocks, no queue, no step, and text only by a question that it asks.
 
 A beam is a branch. When all beams of a group have their candidates, :meth:`BeamGroup.choose` says which beam
 goes on with which token; several may go on from one, and some from none.
@@ -7,9 +7,11 @@ goes on with which token; several may go on from one, and some from none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from heapq import merge
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.messages import TokenResult
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from shoal.sched.request import Request
 
 __all__ = ["BeamGroup", "BeamSpec", "Finished"]
+
+
+_NONE_LEFT = "no token is left to go on with: logit_bias, min_tokens or no_repeat_ngram_size bar them all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,24 @@ class BeamSpec:
     num_returned: int  # sequences, at most num_beams
     length_penalty: float = 1.0  # the exponent of the length that a sum of log-probabilities is divided by
     early_stopping: bool | str = False  # True: end with num_beams sequences; "never": when none can be better
+    find_stop: Callable[[Sequence[int]], str | None] | None = None  # the stop string in which an output ends
+
+
+class _Link(NamedTuple):
+    """A beam's last token, behind those before it, which it shares with other beams."""
+
+    before: _Link | None
+    token_id: int
+    logprob: float  # that the search added up
+    candidates: TokenResult  # among which it was
+
+
+class _Step(NamedTuple):
+    """A beam with one more token."""
+
+    score: float
+    request: Request
+    link: _Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +57,36 @@ class Finished:
     """A sequence that has ended."""
 
     score: float  # its log-probability, by length
-    token_ids: tuple[int, ...]  # of the output
-    is_stopped: bool  # by an ending token, not by its length
+    last: _Link
+    stop: str | None  # the stop string that ended it
+    is_stopped: bool  # by that or by an ending token, not by its length
 
-    def end(self, eos_ids: frozenset[int]) -> tuple[str, int | None]:
+    def end(self, eos_ids: frozenset[int]) -> tuple[str, int | str | None]:
         """Finish reason and stop reason."""
         if not self.is_stopped:
             return "length", None
-        return "stop", None if self.token_ids[-1] in eos_ids else self.token_ids[-1]
+        if self.stop is not None:
+            return "stop", self.stop
+        return "stop", None if self.last.token_id in eos_ids else self.last.token_id
+
+    def tokens(self, sequence_id: int) -> list[TokenResult]:
+        """The output, token by token, with what the search knew of each."""
+        links: list[_Link] = []
+        link: _Link | None = self.last
+        while link is not None:
+            links.append(link)
+            link = link.before
+        return [
+            TokenResult(
+                sequence_id=sequence_id,
+                token_id=link.token_id,
+                logprob=link.logprob,
+                rank=link.candidates.top_ids.index(link.token_id) + 1,
+                top_ids=link.candidates.top_ids,
+                top_logprobs=link.candidates.top_logprobs,
+            )
+            for link in reversed(links)
+        ]
 
 
 class BeamGroup:
@@ -59,12 +104,13 @@ class BeamGroup:
         self.spec = spec
         self.branches = list(branches)
         self.error: str | None = None
-        self._beams = [(branches[0], 0.0)]  # with their scores, the best first
+        # With their scores and what they consist of, the best first.
+        self._beams: list[tuple[Request, float, _Link | None]] = [(branches[0], 0.0, None)]
         self._ending_ids = ending_ids
         self._max_tokens = max_tokens
         self._candidates: dict[int, TokenResult] = {}  # by sequence id
         self._finished: list[Finished] = []  # the best first
-        self._scores: list[float] = []  # of what was chosen last
+        self._chosen: list[_Step] = []  # last
 
     @staticmethod
     def num_candidates(num_beams: int, num_ending_ids: int) -> int:
@@ -85,35 +131,31 @@ class BeamGroup:
 
         Those who go on are named by :meth:`go_on`.
         """
-        num_beams = self.spec.num_beams
-        extended = [
-            (score + logprob, request, token_id)
-            for request, score in self._beams
-            for token_id, logprob in self._pairs(request)
-        ]
-        self._candidates.clear()
-        extended.sort(key=lambda entry: -entry[0])
-        extended = extended[: self.num_candidates(num_beams, len(self._ending_ids))]
+        num_beams, length_penalty = self.spec.num_beams, self.spec.length_penalty
         num_output = self._beams[0][0].num_output + 1
         is_last = num_output >= self._max_tokens
-        self._keep(
-            Finished(
-                score / num_output**self.spec.length_penalty,
-                (*request.output_ids, token_id),
-                token_id in self._ending_ids,
-            )
-            for score, request, token_id in extended[:num_beams]
-            if is_last or token_id in self._ending_ids
-        )
-        going = [entry for entry in extended if not is_last and entry[2] not in self._ending_ids][:num_beams]
-        if not going or self._is_over(going[0][0], num_output):
+        going: list[_Step] = []
+        ended: list[Finished] = []
+        for place, step in enumerate(self._best()):
+            stop = self._stop(step)
+            is_stopped = stop is not None or step.link.token_id in self._ending_ids
+            if not is_stopped and not is_last:
+                going.append(step)
+            elif place < num_beams:
+                ended.append(Finished(step.score / num_output**length_penalty, step.link, stop, is_stopped))
+        self._candidates.clear()
+        self._keep(ended)
+        if not going or self._is_over(going[0].score, num_output):
+            if not self._finished:
+                self.error = _NONE_LEFT
             return []
-        self._scores = [score for score, _, _ in going]
-        return [(request, token_id) for _, request, token_id in going]
+        self._chosen = going[:num_beams]
+        return [(step.request, step.link.token_id) for step in self._chosen]
 
     def go_on(self, beams: Sequence[Request]) -> None:
         """The branches that have what was chosen, in its order."""
-        self._beams = list(zip(beams, self._scores, strict=True))
+        chosen = zip(beams, self._chosen, strict=True)
+        self._beams = [(beam, step.score, step.link) for beam, step in chosen]
 
     @property
     def finished(self) -> list[Finished]:
@@ -122,9 +164,21 @@ class BeamGroup:
         # Fewer have ended only where fewer could: forced tokens leave one sequence to find.
         return best + best[-1:] * (self.spec.num_returned - len(best))
 
-    def _pairs(self, request: Request) -> Iterator[tuple[int, float]]:
-        token = self._candidates[request.sequence_id]
-        return zip(token.top_ids, token.top_logprobs, strict=True)
+    def _best(self) -> Iterator[_Step]:
+        """The best of all beams with their candidates; of equals, the better beam's, then the more likely."""
+        extended = merge(*(self._extended(*beam) for beam in self._beams), key=lambda step: -step.score)
+        return islice(extended, self.num_candidates(self.spec.num_beams, len(self._ending_ids)))
+
+    def _extended(self, request: Request, score: float, link: _Link | None) -> Iterator[_Step]:
+        """A beam with each of its candidates, the most likely first."""
+        candidates = self._candidates[request.sequence_id]
+        for token_id, logprob in zip(candidates.top_ids, candidates.top_logprobs, strict=True):
+            yield _Step(score + logprob, request, _Link(link, token_id, logprob, candidates))
+
+    def _stop(self, step: _Step) -> str | None:
+        if self.spec.find_stop is None:
+            return None
+        return self.spec.find_stop([*step.request.output_ids, step.link.token_id])
 
     def _keep(self, ended: Iterable[Finished]) -> None:
         """The best ones so far, as many as beams; of equals, who was first."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from shoal.cache.manager import SequenceBlocks
+from shoal.cache.spec import WindowSpec
 from shoal.errors import QueueFullError, RequestError
 from shoal.sched.beams import BeamGroup, BeamSpec
 from shoal.sched.request import Request, RequestSpec
@@ -25,6 +26,8 @@ class Limits:
     shares_blocks: bool = True  # whether one sequence can go on from what another has computed
     max_num_seqs: int = 1 << 30  # running at once
     max_encoder_len: int = 0  # tokens of an encoder's input; 0: there is no encoder
+    window: WindowSpec | None = None  # of layers that see one, and have blocks of their own
+    max_num_batched_tokens: int = 1 << 30  # of a step
 
     def for_beams(self, num_beams: int) -> Limits:
         """What is left to each of a search's beams.
@@ -38,7 +41,10 @@ class Limits:
                 "search with fewer",
                 field="num_beams",
             )
-        return replace(self, num_blocks=self.num_blocks // num_beams)
+        num_blocks = self.num_blocks
+        if self.window is not None and not self.window.holds(num_beams, self.max_num_batched_tokens):
+            num_blocks = min(num_blocks, self.window.num_blocks)  # while none gives one back, they suffice
+        return replace(self, num_blocks=num_blocks // num_beams)
 
     def for_decoder(self, num_encoder: int) -> Limits:
         """What is left to the decoder of a sequence whose encoder reads ``num_encoder`` tokens."""
@@ -49,7 +55,7 @@ class Limits:
 class QueueBounds:
     """How much may wait; None: no bound."""
 
-    num_requests: int | None  # beyond those the next step has room for
+    num_requests: int | None  # each branch is one; beyond those the next step has room for
     num_tokens: int | None  # of prompts, once per branch
 
     def check(self, num_queued: int, num_waiting_tokens: int, branches: Sequence[Request]) -> None:
@@ -83,9 +89,19 @@ def make_branches(spec: RequestSpec, first_sequence_id: int, limits: Limits) -> 
     assert [sampling.branch for sampling in spec.sampling] == list(range(len(spec.sampling)))
     prompt = _pack_prompt(spec.prompt_ids)
     encoder_ids = _encoder_input(spec, limits)
-    if spec.beams is not None:
-        limits = limits.for_beams(spec.beams.num_beams)
-    max_tokens = _max_output(len(prompt), spec.max_tokens, limits.for_decoder(len(encoder_ids)))
+    num_beams = 1 if spec.beams is None else spec.beams.num_beams
+    if num_beams > 1:
+        limits = limits.for_beams(num_beams)
+    left = limits.for_decoder(len(encoder_ids))
+    if left.num_blocks < 1 and num_beams > 1:
+        raise RequestError(
+            f"num_beams: each of {num_beams} beams has room for {limits.num_blocks} blocks of "
+            f"{limits.block_size} in the KV cache, too few for a prompt and an encoder's input of "
+            f"{len(encoder_ids)} tokens; search with fewer, or give the cache more memory "
+            "(kv_cache_memory_bytes, gpu_memory_utilization, num_gpu_blocks_override)",
+            field="num_beams",
+        )
+    max_tokens = _max_output(len(prompt), spec.max_tokens, left)
     # What a decoder computes depends on its encoder's input too.
     salt = _salted(spec.cache_salt, encoder_ids) if encoder_ids else spec.cache_salt
     num_shared = (len(prompt) - 1) // limits.block_size * limits.block_size if limits.shares_blocks else 0

@@ -14,16 +14,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Request] = OrderedDict()
-        self._num_branches: dict[str, int] = {}  # waiting, per request id
         self._num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests of which a branch waits."""
-        return len(self._num_branches)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -33,7 +27,6 @@ class WaitingQueue:
     def append(self, request: Request) -> None:
         """A new arrival, behind all others."""
         self._requests[request.sequence_id] = request
-        self._num_branches[request.request_id] = self._num_branches.get(request.request_id, 0) + 1
         self._num_prompt_tokens += request.num_input
 
     def popleft(self) -> Request:
@@ -43,7 +36,7 @@ class WaitingQueue:
             KeyError: nobody waits.
         """
         _sequence_id, request = self._requests.popitem(last=False)
-        self._uncount(request)
+        self._num_prompt_tokens -= request.num_input
         return request
 
     def push_front(self, request: Request) -> None:
@@ -70,23 +63,11 @@ class WaitingQueue:
             KeyError: it does not wait.
         """
         del self._requests[request.sequence_id]
-        self._uncount(request)
+        self._num_prompt_tokens -= request.num_input
 
     def check_integrity(self) -> None:
         """Assert the order of arrival and the counts."""
         sequence_ids = list(self._requests)
         assert sequence_ids == sorted(sequence_ids), "the queue is out of order"
-        counts: dict[str, int] = {}
-        for sequence_id, request in self._requests.items():
-            assert sequence_id == request.sequence_id
-            counts[request.request_id] = counts.get(request.request_id, 0) + 1
-        assert counts == self._num_branches
+        assert all(key == request.sequence_id for key, request in self._requests.items())
         assert sum(request.num_input for request in self._requests.values()) == self._num_prompt_tokens
-
-    def _uncount(self, request: Request) -> None:
-        self._num_prompt_tokens -= request.num_input
-        left = self._num_branches[request.request_id] - 1
-        if left:
-            self._num_branches[request.request_id] = left
-        else:
-            del self._num_branches[request.request_id]

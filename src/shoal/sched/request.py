@@ -153,22 +153,26 @@ class Request:
     def _share(self, count: int) -> SequenceStep:
         start = self.num_scheduled
         end = start + count
-        token_ids = self.token_ids
+        token_ids, blocks = self.token_ids, self.blocks
         if end < len(token_ids):
             return SequenceStep(
                 sequence_id=self.sequence_id,
                 start=start,
                 token_ids=token_ids[start:end].tobytes(),
-                block_ids=self.blocks.block_ids.tobytes(),
-                slot=self.blocks.slot,
+                block_ids=blocks.block_ids.tobytes(),
+                window_block_ids=blocks.window_ids.tobytes(),
+                window_base=blocks.window_base,
+                slot=blocks.slot,
             )
         awaited = _PLACEHOLDER if end > len(token_ids) else b""
         return SequenceStep(
             sequence_id=self.sequence_id,
             start=start,
             token_ids=awaited or token_ids[start:end].tobytes(),
-            block_ids=self.blocks.block_ids.tobytes(),
-            slot=self.blocks.slot,
+            block_ids=blocks.block_ids.tobytes(),
+            window_block_ids=blocks.window_ids.tobytes(),
+            window_base=blocks.window_base,
+            slot=blocks.slot,
             sampling=self.sampling,
             num_output=end - self.num_prompt,
             history=token_ids.tobytes() + awaited if self.needs_history else b"",
@@ -212,7 +216,7 @@ class BranchUpdate:
     request: Request
     token: TokenResult | None = None  # None with an error
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: str | None = None  # set with finish_reason "error"
 
     @property

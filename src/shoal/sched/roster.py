@@ -36,15 +36,18 @@ class Roster:
             self.by_id[request.sequence_id] = request
             self.waiting.append(request)
 
-    def admit(self, request: Request) -> bool:
-        """Start a branch on what is cached, if there are blocks for all its tokens."""
+    def admit(self, request: Request, budget: int) -> bool:
+        """Start a branch on what is cached, if there are blocks for all its tokens; where layers see a
+        window, for those of its first step, which computes at most ``budget``.
+        """
         cache = self.cache
         leader = request.leader
         prefix = cache.lookup(request.blocks)
         if leader is not None and leader.status is Status.RUNNING and prefix.num_tokens < request.num_shared:
-            prefix = cache.fork(leader.blocks, request.num_shared)
+            prefix = cache.fork(leader.blocks, request.num_shared) or prefix
         sibling = crossed(request)
-        if not cache.admit(request.blocks, prefix, request.num_tokens, sibling):
+        num_first = min(request.num_tokens, prefix.num_tokens + budget)
+        if not cache.admit(request.blocks, prefix, request.num_tokens, sibling, num_first):
             return False
         request.num_computed = request.num_scheduled = prefix.num_tokens
         request.encodes_at = prefix.num_tokens if sibling is None else -1
@@ -121,6 +124,9 @@ class Roster:
             held = len(request.blocks.block_ids) * self.cache.block_size
             assert request.num_computed < request.num_tokens or request.is_parked
             assert request.num_computed <= request.num_scheduled <= held
+            if self.cache.window is not None:
+                num_blocks = request.blocks.window_base + len(request.blocks.window_ids)
+                assert request.num_scheduled <= num_blocks * self.cache.block_size
             assert (request.status is Status.RUNNING) == bool(held), "who waits holds nothing, who runs does"
         assert all(r.status is Status.FINISHED and r.num_flights for r in self.unfreed)
         self.waiting.check_integrity()

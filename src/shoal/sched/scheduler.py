@@ -10,8 +10,9 @@ Why everything ends. Running branches are served in order of arrival, and when b
 youngest gives its blocks up. A branch whose whole sequence cannot fit is refused or capped, so the
 oldest running branch always gets what it needs and finishes; then the next is the oldest. Who waits
 is admitted in order of arrival and only with blocks for all its tokens, so no one is passed by
-because it is large. (Branches that wait for their leader's prompt let others pass meanwhile.) Blocks
-are taken from nobody while a step is in flight: then there is no second step until it is answered.
+because it is large. (Branches that wait for their leader's prompt let others pass meanwhile.) Layers that
+see a window keep no prompt whole: each chunk takes their blocks as it comes. Blocks are taken from nobody
+while a step is in flight: then there is no second step until it is answered.
 The beams of a search are parked until all of them are computed, and hold their blocks meanwhile; a
 search is let in only if all its beams fit, and where none but parked ones run, the youngest give way.
 """
@@ -67,8 +68,19 @@ class Scheduler:
         self._keeps_kv = keeps_kv
         shares_blocks = keeps_kv and not cache.has_slots
         encoder_len = min(max_encoder_len, max_num_batched_tokens - 1)
+        window = cache.window
+        if window is not None and not window.holds(1, max_num_batched_tokens):
+            longest = min(cache.num_blocks, cache.blocks_for(max_model_len))
+            assert longest <= window.num_blocks, "a sequence alone might not fit"
         self._limits = Limits(
-            max_model_len, cache.num_blocks, cache.block_size, shares_blocks, max_num_seqs, encoder_len
+            max_model_len,
+            cache.num_blocks,
+            cache.block_size,
+            shares_blocks,
+            max_num_seqs,
+            encoder_len,
+            window,
+            max_num_batched_tokens,
         )
         self._queue_bounds = QueueBounds(max_num_queued_requests, max_num_queued_tokens)
         self._roster = Roster(cache)
@@ -101,7 +113,8 @@ class Scheduler:
             num_waiting=len(self._roster.waiting),
             num_queued_requests=self._num_queued_requests(),
             num_queued_tokens=self._roster.waiting.num_prompt_tokens,
-            cache_usage=self._cache.usage,
+            cache_usage=max(self._cache.usage, self._cache.window_usage),
+            window_cache_usage=self._cache.window_usage,
             num_prefix_queries=self._roster.num_prefix_queries,
             num_prefix_hits=self._roster.num_prefix_hits,
             num_preemptions=self._roster.num_preemptions,
@@ -232,7 +245,7 @@ class Scheduler:
 
     def _num_queued_requests(self) -> int:
         num_idle = 0 if self._is_backlogged else self._max_num_seqs - len(self._roster.running)
-        return max(0, min(self._roster.waiting.num_requests, len(self._roster.waiting) - num_idle))
+        return max(0, len(self._roster.waiting) - num_idle)
 
     # Dealing a step out
 
@@ -301,7 +314,7 @@ class Scheduler:
                 continue
             num_encoded = 0 if crossed(request) else len(request.encoder_ids)
             least = num_encoded + (1 if self._keeps_kv else request.num_tokens)
-            if least > budget or not self._roster.admit(request):
+            if least > budget or not self._roster.admit(request, budget - num_encoded):
                 waiting.push_front(request)
                 is_held_back = True
                 break

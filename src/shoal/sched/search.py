@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.messages import TokenResult
 from shoal.sched.beams import BeamGroup
 from shoal.sched.request import BranchUpdate, Status
 from shoal.sched.roster import Roster
@@ -23,7 +22,7 @@ def go_on(roster: Roster, group: BeamGroup, shares_blocks: bool, keeps_kv: bool)
     Returns:
         the sequences found, when the search is over.
     """
-    chosen = [] if group.error else group.choose()
+    chosen = [] if group.error else group.choose()  # which may find that there is an error
     if not chosen:
         return _end(roster, group)
     keepers = dict.fromkeys(parent for parent, _ in chosen)
@@ -60,10 +59,7 @@ def _end(roster: Roster, group: BeamGroup) -> list[BranchUpdate]:
         return [BranchUpdate(request, None, "error", None, group.error) for request in answered]
     updates = []
     for request, sequence in zip(group.branches, group.finished, strict=False):
-        updates += [
-            BranchUpdate(request, TokenResult(sequence_id=request.sequence_id, token_id=token_id))
-            for token_id in sequence.token_ids
-        ]
+        updates += [BranchUpdate(request, token) for token in sequence.tokens(request.sequence_id)]
         reasons = sequence.end(request.eos_ids)
         request.finish_reason, request.stop_reason = reasons
         updates[-1].finish_reason, updates[-1].stop_reason = reasons

@@ -15,7 +15,8 @@ class SchedulerStats:
     num_waiting: int
     num_queued_requests: int  # those that wait beyond what the next step has room for
     num_queued_tokens: int  # prompt tokens of all that wait
-    cache_usage: float  # share of blocks held, 0 to 1
+    cache_usage: float  # share of blocks held, 0 to 1: of the kind of which there are fewer left
+    window_cache_usage: float = 0.0  # the same of the blocks of layers that see a window
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
     num_prefix_hits: int  # of these, found
     num_preemptions: int

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sampling_reference as reference
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from shoal.sampling import processors
 
@@ -32,6 +32,26 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     scores = logits()
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), scores.clone())
     torch.testing.assert_close(apply(scores, sequence), theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_repeated_ngrams_equal_transformers(size: int) -> None:
+    """Histories of few tokens, so that nearly each has runs to bar; shorter ones than the run, too."""
+    rng = np.random.default_rng(size)
+    sequences, expected = [], []
+    scores = logits(12)
+    for row, length in enumerate([1, 2, 3, 4, 5, 8, 9, 12, 20, 30, 40, 60]):
+        ids = rng.integers(0, 2, length).tolist()
+        sequences.append(
+            reference.make_sequence(
+                prompt=ids[: length // 2], output=ids[length // 2 :], no_repeat_ngram_size=size
+            )
+        )
+        theirs = NoRepeatNGramLogitsProcessor(size)(torch.tensor([ids]), scores[row : row + 1].clone())
+        expected.append(theirs)
+    edited = apply(scores, *sequences)
+    assert torch.equal(edited, torch.cat(expected))
+    assert (edited == -torch.inf).any() and all(map(processors.needs_edit, sequences))
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:

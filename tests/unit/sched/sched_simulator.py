@@ -5,7 +5,8 @@ executed as a rank would execute it, from what the step says and the tokens of t
 anything is written, and again after everything was, each branch must find its own prefix, position by
 position. The next token is a function of prefix and branch, so the outputs must be those of
 :func:`reference`, which has no memory. Blocks that nobody keeps, and no step in flight reads, are overwritten
-with nonsense at once.
+with nonsense at once. Where there is a window, a second memory stands for the layers that see it: in that a
+branch must find what its window shows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from sched_words import (
 )
 
 from shoal.cache.manager import CacheManager
+from shoal.cache.pool import BlockPool
 from shoal.cache.prefix import Digest, block_digest
+from shoal.cache.spec import WindowSpec
 from shoal.messages import (
     PLACEHOLDER_ID,
     SequenceStep,
@@ -55,18 +58,24 @@ class World:
     depth: int = 1  # steps in flight
     num_slots: int | None = None  # of states, beside the pages
     keeps_kv: bool = True
+    window: int | None = None  # positions that some layers see
+    num_window_blocks: int = 1  # at least; a branch alone always fits
     branches: dict[int, Branch] = field(default_factory=dict)
     errors_next: set[int] = field(default_factory=set)  # sequence ids that fail in the next step
 
     def __post_init__(self) -> None:
         if not self.keeps_kv:
             self.max_num_batched_tokens = max(self.max_num_batched_tokens, self.max_model_len)
+        spec = None
+        if self.window is not None and self.keeps_kv and self.num_slots is None:
+            spec = self._window_spec(self.window)
         self.cache = CacheManager(
             self.num_blocks,
             self.block_size,
             enable_prefix_caching=self.caching and self.keeps_kv and self.num_slots is None,
             digest=self.digest,
             num_slots=self.num_slots,
+            window=spec,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -82,11 +91,24 @@ class World:
         self.sampled: dict[int, int] = {}  # by the last step, as a rank remembers it
         self.num_ahead = 0  # steps begun while another one was in flight
         self.pages: dict[int, list[int]] = {}  # per block, the prefix identity in each slot
-        self.poison(range(self.num_blocks))
+        self.window_pages: dict[int, list[int]] = {}
+        self.poison_all()
 
-    def poison(self, block_ids: Iterable[int]) -> None:
+    def _window_spec(self, window: int) -> WindowSpec:
+        def made(num_blocks: int) -> WindowSpec:
+            return WindowSpec(window=window, block_size=self.block_size, num_blocks=num_blocks)
+
+        least = min(self.num_blocks, made(1).wanted(1, self.max_num_batched_tokens))
+        return made(max(self.num_window_blocks, least))
+
+    def poison(self, pages: dict[int, list[int]], block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            self.pages[block_id] = [POISON] * self.block_size
+            pages[block_id] = [POISON] * self.block_size
+
+    def poison_all(self) -> None:
+        self.poison(self.pages, range(self.num_blocks))
+        if self.cache.window is not None:
+            self.poison(self.window_pages, range(self.cache.window.num_blocks))
 
     def add(self, request: RequestSpec) -> list[Request]:
         made = self.scheduler.add(request)
@@ -123,8 +145,8 @@ class World:
         self.scheduler.reset()
         self.in_flight.clear()
         self.sampled = {}
-        self.poison(range(self.num_blocks))
-        assert self.cache.num_free == self.num_blocks
+        self.poison_all()
+        assert self.cache.window_usage == 0.0 and self.cache.num_free == self.num_blocks
         self.scheduler.check_integrity()
 
     def begin(self) -> Step | None:
@@ -152,7 +174,18 @@ class World:
             assert not self.requests[item.sequence_id].is_ending, "a token too many"
         self.num_ahead += bool(self.in_flight)
         self.in_flight.append(step)
+        self._check_window_sizes(step)
         return step
+
+    def _check_window_sizes(self, step: Step) -> None:
+        """Nobody holds more for its window than that and its tokens in flight need."""
+        window = self.cache.window
+        for item in step.sequences if window is not None else ():
+            held = len(self.requests[item.sequence_id].blocks.window_ids)
+            in_flight = [share for flight in self.in_flight for share in flight.sequences]
+            tokens = sum(len(s.token_ids) // 4 for s in in_flight if s.sequence_id == item.sequence_id)
+            slack = 0 if self.cache.enable_prefix_caching else self.block_size
+            assert held <= window.most_blocks(tokens + slack), "more blocks than the window needs"
 
     def _is_in_flight(self, sequence_id: int) -> bool:
         """Whether a branch has nothing to compute before a step in flight is answered."""
@@ -169,12 +202,14 @@ class World:
             if self.branches[item.sequence_id].ended is None:
                 self._check_message(item)
             self._check_read(item, item.start)
+            self._check_window_read(item, item.start)
         self._move_states(items)
         written: set[tuple[int, int]] = set()
         for item in items:
             self._write(item, written)
         for item in items:
             self._check_read(item, item.start + len(item.token_ids) // 4)
+            self._check_window_read(item, item.start + len(item.token_ids) // 4)
         answers = [self._answer(item) for item in items if self._answers(item)]
         self.sampled = {answer.sequence_id: answer.token_id for answer in answers}
         expected = {answer.sequence_id: answer for answer in answers}
@@ -226,7 +261,8 @@ class World:
             if self.step() is None:
                 break
         assert not self.unfinished(), "no end in sight"
-        assert self.cache.num_free == self.num_blocks and self.cache.usage == 0.0
+        assert self.cache.num_free == self.num_blocks
+        assert self.cache.usage == self.cache.window_usage == 0.0
         self.check_outputs()
 
     def check_outputs(self) -> None:
@@ -267,6 +303,22 @@ class World:
             assert self.pages[block_id][: len(chunk)] == chunk, f"wrong keys and values in block {block_id}"
         assert next(wanted, None) is None, "the table is too short"
 
+    def _check_window_read(self, item: SequenceStep, num_positions: int) -> None:
+        """What the window of a branch's first new token shows, and all up to ``num_positions``, is there."""
+        window = self.cache.window
+        if window is None:
+            assert not item.window_block_ids and not item.window_base
+            return
+        block_ids = unpack_ids(item.window_block_ids)
+        identities = self.branches[item.sequence_id].identities
+        for position in range(max(0, item.start - window.window + 1), min(num_positions, len(identities))):
+            place, offset = divmod(position, self.block_size)
+            assert place >= item.window_base, "a block in the window is gone"
+            block_id = block_ids[place - item.window_base]
+            assert self.window_pages[block_id][offset] == identities[position], (
+                f"wrong keys and values in window block {block_id}"
+            )
+
     def _write(self, item: SequenceStep, written: set[tuple[int, int]]) -> None:
         """What a rank does: each token extends the prefix it finds in the pages."""
         block_ids = unpack_ids(item.block_ids)
@@ -288,6 +340,10 @@ class World:
             assert (block_id, offset) not in written, "two tokens of one step in one slot"
             written.add((block_id, offset))
             self.pages[block_id][offset] = identity
+            if self.window_pages:
+                block_id = unpack_ids(item.window_block_ids)[position // self.block_size - item.window_base]
+                assert self.cache._window._pool.num_holders(block_id), "a step in flight writes it"
+                self.window_pages[block_id][offset] = identity
 
     def _answers(self, item: SequenceStep) -> bool:
         return item.sampling is not None or item.sequence_id in self.errors_next
@@ -314,10 +370,22 @@ class World:
             branch.ended = (update.finish_reason, update.stop_reason)
 
     def _poison_what_nobody_keeps(self) -> None:
-        pool = self.cache._pool
-        read = {b for step in self.in_flight for item in step.sequences for b in unpack_ids(item.block_ids)}
-        self.poison(
-            b
-            for b in range(self.num_blocks)
-            if pool.num_holders(b) == 0 and not pool.is_kept(b) and b not in read
-        )
+        shares = [item for step in self.in_flight for item in step.sequences]
+        read = {b for item in shares for b in unpack_ids(item.block_ids)}
+        self.poison(self.pages, _nobodys(self.cache._pool, read))
+        window = self.cache.window
+        if window is not None:
+            seen: set[int] = set()
+            for item in shares:
+                first = max(0, window.first_block(item.start) - item.window_base)
+                seen.update(unpack_ids(item.window_block_ids)[first:])
+            self.poison(self.window_pages, _nobodys(self.cache._window._pool, seen))
+
+
+def _nobodys(pool: BlockPool, read: set[int]) -> list[int]:
+    """Blocks that are not held, kept or read."""
+    return [
+        b
+        for b in range(pool.num_blocks)
+        if pool.num_holders(b) == 0 and not pool.is_kept(b) and b not in read
+    ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal.cache.manager import CacheManager
+from shoal.cache.spec import WindowSpec
 from shoal.errors import RequestError
 from shoal.messages import SamplingSpec, SequenceStep, StepResult, TokenResult, unpack_ids
 from shoal.sched.beams import BeamGroup, BeamSpec
@@ -25,7 +27,9 @@ def logprobs(ids: Sequence[int]) -> list[float]:
     return [-6 * numbers.random() - 0.1 for _ in range(VOCABULARY)]
 
 
-def searched(prompt: list[int], spec: BeamSpec, max_tokens: int) -> list[list[int]]:
+def searched(
+    prompt: list[int], spec: BeamSpec, max_tokens: int, num_ending: int = len(ENDING)
+) -> list[list[int]]:
     """The output ids of the sequences that transformers' search returns: its tensors, written as lists."""
     num_beams, floor = spec.num_beams, -1e9
     beams = [(0.0, list(prompt))] + [(floor, list(prompt))] * (num_beams - 1)
@@ -36,7 +40,7 @@ def searched(prompt: list[int], spec: BeamSpec, max_tokens: int) -> list[list[in
             for score, ids in beams
             for token, logprob in enumerate(logprobs(ids))
         ]
-        top = sorted(every, key=lambda e: -e[0])[: max(2, 1 + len(ENDING)) * num_beams]
+        top = sorted(every, key=lambda e: -e[0])[: max(2, 1 + num_ending) * num_beams]
         hits = [ids[-1] in ENDING or length == max_tokens for _, ids in top]
         going = [(score + hit * floor, ids) for (score, ids), hit in zip(top, hits, strict=True)]
         beams = sorted(going, key=lambda e: -e[0])[:num_beams]
@@ -74,12 +78,18 @@ class Ranks:
     def __init__(self, **options: Any) -> None:
         num_blocks, caches = options.pop("num_blocks", 200), options.pop("enable_prefix_caching", True)
         self.block_size = 4
-        cache = CacheManager(num_blocks, self.block_size, enable_prefix_caching=caches)
+        window = None
+        if "window" in options:
+            window = WindowSpec(block_size=self.block_size, **options.pop("window"))
+        cache = CacheManager(num_blocks, self.block_size, enable_prefix_caching=caches, window=window)
         limits = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 200, **options}
         self.scheduler = Scheduler(cache, **limits)
         self.kept: dict[int, int] = {}  # token by slot
+        self.window = window
+        self.window_kept: dict[int, int] = {}  # the same of layers that see a window
         self.updates: list[BranchUpdate] = []
         self.fails = False
+        self.bars_from = 1 << 30  # sequences of so many tokens find none to go on with
         self.num_forks = 0
 
     def run(self) -> None:
@@ -96,6 +106,8 @@ class Ranks:
         slots = [block * self.block_size + offset for block in blocks for offset in range(self.block_size)]
         for place, token in enumerate(ids, sequence.start):
             self.kept[slots[place]] = token
+        if self.window is not None:
+            self.check_window(self.window, sequence, slots)
         if sequence.sampling is None:
             return None
         if self.fails:
@@ -104,10 +116,24 @@ class Ranks:
         ranked = sorted(enumerate(logprobs(whole)), key=lambda e: -e[1])[
             : sequence.sampling.num_candidates or 1
         ]
+        if len(whole) >= self.bars_from:
+            return TokenResult(sequence_id=sequence.sequence_id, token_id=0)
         top_ids, top = zip(*ranked, strict=True)
         return TokenResult(
             sequence_id=sequence.sequence_id, token_id=top_ids[0], top_ids=top_ids, top_logprobs=top
         )
+
+    def check_window(self, window: WindowSpec, sequence: SequenceStep, slots: list[int]) -> None:
+        """Write what a step brings, and find what its first token's window shows."""
+        blocks, count = unpack_ids(sequence.window_block_ids), len(unpack_ids(sequence.token_ids))
+        for place in range(max(0, sequence.start - window.window + 1), sequence.start + count):
+            index, offset = divmod(place, self.block_size)
+            assert index >= sequence.window_base, "a block in the window is gone"
+            slot = blocks[index - sequence.window_base] * self.block_size + offset
+            token = self.kept[slots[place]]
+            if place >= sequence.start:
+                self.window_kept[slot] = token
+            assert self.window_kept.get(slot) == token
 
     def outputs(self, name: str) -> list[list[int]]:
         own = [update for update in self.updates if update.request.request_id == name]
@@ -115,6 +141,7 @@ class Ranks:
         return [[t for u in own if u.request.branch == branch for t in u.token_ids] for branch in branches]
 
 
+PROMPTS = [[5], [6, 7, 8], list(range(4, 8)), list(range(5, 18))]
 SEARCHES = [
     BeamSpec(num_beams=2, num_returned=1),
     BeamSpec(num_beams=4, num_returned=4, early_stopping=True),
@@ -130,6 +157,8 @@ TIGHT: dict[str, dict[str, Any]] = {
     },  # as many as the longest one's beams take
     "few tokens": {"max_num_batched_tokens": 3},
     "few seats": {"max_num_seqs": 4},
+    "windows": {"window": {"window": 5, "num_blocks": 90}, "enable_prefix_caching": False},
+    "few windows": {"window": {"window": 5, "num_blocks": 14}, "max_num_batched_tokens": 3},
     "nothing kept": {"keeps_kv": False, "enable_prefix_caching": False, "max_model_len": 64},
 }
 
@@ -142,11 +171,10 @@ def test_the_search_is_transformers(beams: BeamSpec, room: str) -> None:
     if room == "few blocks":
         options["num_blocks"] = 6 * beams.num_beams
     ranks = Ranks(**options)
-    prompts = [[5], [6, 7, 8], list(range(4, 8)), list(range(5, 18))]
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(PROMPTS):
         ranks.scheduler.add(request(str(number), prompt, beams))
     ranks.run()
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(PROMPTS):
         assert ranks.outputs(str(number)) == searched(prompt, beams, 9)
     assert ranks.scheduler.stats.cache_usage == 0
 
@@ -155,11 +183,10 @@ def test_beams_that_find_no_room_are_computed_anew() -> None:
     """Searches that fit one at a time: the younger ones' beams give their blocks up for the older ones'."""
     beams = SEARCHES[2]
     ranks = Ranks(num_blocks=6 * beams.num_beams, enable_prefix_caching=False)
-    prompts = [[5], [6, 7, 8], list(range(4, 8)), list(range(5, 18))]
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(PROMPTS):
         ranks.scheduler.add(request(str(number), prompt, beams))
     ranks.run()
-    assert [ranks.outputs(str(n)) for n in range(4)] == [searched(prompt, beams, 9) for prompt in prompts]
+    assert [ranks.outputs(str(n)) for n in range(4)] == [searched(prompt, beams, 9) for prompt in PROMPTS]
     assert ranks.scheduler.stats.num_preemptions > 0
 
 
@@ -178,6 +205,51 @@ def test_ends_say_why() -> None:
             assert (update.finish_reason, update.stop_reason) == ("stop", last)
         else:
             assert update.finish_reason == "length"
+
+
+def test_each_token_comes_with_what_the_search_added_up() -> None:
+    """The logprobs of a sequence's tokens make its score, and each is among its step's candidates."""
+    ranks = Ranks()
+    beams = SEARCHES[3]
+    ranks.scheduler.add(request("a", [5, 6], beams))
+    ranks.run()
+    for branch in range(3):
+        own = [u.token for u in ranks.updates if u.request.branch == branch and u.token is not None]
+        ids = [5, 6]
+        for token in own:
+            known = logprobs(ids)
+            assert token.logprob == known[token.token_id]
+            assert token.rank == sorted(known, reverse=True).index(token.logprob) + 1
+            assert token.top_ids[0] == known.index(max(known))
+            ids.append(token.token_id)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_stop_strings_end_beams_as_tokens_do(early_stopping: bool | str) -> None:
+    """A search that asks whether an output ends finds what one with those ending tokens finds."""
+    spec = BeamSpec(num_beams=3, num_returned=3, early_stopping=early_stopping)
+    asking = replace(spec, find_stop=lambda ids: "!" if ids[-1] in ENDING else None)
+    ranks = Ranks()
+    for number, prompt in enumerate(PROMPTS):
+        told = replace(request(str(number), prompt, asking), eos_ids=frozenset(), stop_ids=frozenset())
+        ranks.scheduler.add(told)
+    ranks.run()
+    for number, prompt in enumerate(PROMPTS):
+        # Transformers takes as many candidates as there are ending tokens; here none is known before.
+        assert ranks.outputs(str(number)) == searched(prompt, spec, 9, num_ending=0)
+    ends = [u for u in ranks.updates if u.finish_reason]
+    assert {(u.finish_reason, u.stop_reason) for u in ends} <= {("stop", "!"), ("length", None)}
+    assert any(u.stop_reason == "!" for u in ends)
+
+
+def test_a_search_without_a_token_to_go_on_with_is_told() -> None:
+    """All were barred."""
+    ranks = Ranks()
+    ranks.bars_from = 3
+    ranks.scheduler.add(request("a", [5, 6], SEARCHES[3]))
+    ranks.run()
+    assert [u.finish_reason for u in ranks.updates] == ["error"] * 3
+    assert all("no token is left" in str(u.error) for u in ranks.updates)
 
 
 def test_a_beam_that_fails_ends_the_search() -> None:

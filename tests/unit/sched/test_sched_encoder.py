@@ -3,6 +3,7 @@ in blocks that a request's branches share."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from shoal.cache.manager import CacheManager
 from shoal.errors import RequestError
 from shoal.messages import SamplingSpec, Step, StepResult, TokenResult, unpack_ids
+from shoal.sched.beams import BeamSpec
+from shoal.sched.intake import Limits, make_branches
 from shoal.sched.request import RequestSpec
 from shoal.sched.scheduler import Scheduler
 
@@ -129,3 +132,13 @@ def test_what_can_never_be_encoded_is_refused(length: int, options: dict[str, An
     with pytest.raises(RequestError, match=why) as caught:
         scheduler(**options).add(request("a", list(range(length))))
     assert caught.value.field == "prompt"
+
+
+def test_beams_that_leave_no_room_beside_the_encoders_input_are_refused_by_name() -> None:
+    """Twelve blocks of four: six beams have two each, and the input takes three."""
+    limits = Limits(max_model_len=48, num_blocks=12, block_size=4, max_num_seqs=8, max_encoder_len=40)
+    search = request("r", list(range(1, 10)), n=6)
+    with pytest.raises(RequestError, match=r"each of 6 beams has room for 2 blocks") as caught:
+        make_branches(replace(search, beams=BeamSpec(num_beams=6, num_returned=1)), 0, limits)
+    assert caught.value.field == "num_beams"
+    make_branches(search, 0, limits)

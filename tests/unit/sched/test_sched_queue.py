@@ -58,16 +58,3 @@ def test_who_comes_back_stands_by_arrival(back):
             queue.append(request)
     queue.put_back(requests[back])
     assert order(queue) == [0, 1, 2, 3]
-
-
-def test_branches_of_one_request_count_as_one():
-    """The bound is on requests."""
-    queue = WaitingQueue()
-    first, second = make_branches(spec("r", [1, 2, 3], n=2), 0, LIMITS)
-    queue.append(first)
-    queue.append(second)
-    assert (len(queue), queue.num_requests) == (2, 1)
-    queue.remove(first)
-    assert queue.num_requests == 1
-    queue.remove(second)
-    assert queue.num_requests == 0

@@ -50,6 +50,18 @@ def test_every_branch_counts() -> None:
         scheduler.add(spec("broad", 3, n=4))
 
 
+def test_every_branch_that_waits_takes_a_place() -> None:
+    """A request is let in whole where there is a place, and then its branches keep others out."""
+    scheduler = make_scheduler(max_num_queued_requests=4)
+    scheduler.add(spec("broad", 3, n=5))
+    assert scheduler.stats.num_queued_requests == 4
+    with pytest.raises(QueueFullError, match="4 requests wait already"):
+        scheduler.add(spec("next", 1))
+    scheduler.abort("broad")
+    scheduler.add(spec("next", 1))
+    scheduler.check_integrity()
+
+
 def test_who_finds_nobody_waiting_is_let_in_however_long() -> None:
     scheduler = make_scheduler(max_num_queued_tokens=10)
     scheduler.add(spec("long", 40))

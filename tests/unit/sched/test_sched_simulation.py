@@ -33,6 +33,8 @@ worlds = st.builds(
     depth=st.sampled_from([1, 2, 2]),
     num_slots=st.sampled_from([None, None, 1, 3]),
     keeps_kv=st.sampled_from([True, True, False]),
+    window=st.sampled_from([None, 1, 2, 3, 4, 5, 7, 9]),
+    num_window_blocks=st.integers(1, 16),
 )
 
 adds = st.fixed_dictionaries(
@@ -137,8 +139,8 @@ def test_states_and_sequences_computed_anew_give_the_same_outputs(kept, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, caching, depth):
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, None), (2, 6), (3, 9)])
+def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, window, caching, depth):
     """Hundreds of requests through a small cache: hits, forks, evictions and preemptions all happen."""
     rng = random.Random(seed)
     world = World(
@@ -148,6 +150,7 @@ def test_a_long_crowded_run_gives_the_outputs_of_unlimited_memory(seed, caching,
         max_num_batched_tokens=rng.randint(6, 40),
         caching=caching,
         depth=depth,
+        window=window,
     )
     for number in range(150):
         stem = STEM[: rng.choice([0, 6, 12, 24])]
