@@ -1,11 +1,13 @@
 """What becomes of running requests when their engine's compute fails: shoal beside transformers' continuous
 batching, on the same prompts.
 
-    python benchmarks/reliability.py [--requests 24] [--tokens 60] [--json]
+    python benchmarks/reliability.py [--requests 24] [--tokens 60] [--runs 1] [--json]
 
-Each case runs in a process of its own, which prints a line for every request that ended. Two losses:
+Each case runs in a process of its own, which prints a line for every request that ended. Three losses:
 
 - ``raise``: one forward pass raises, once, in the middle.
+- ``hang``: one forward pass never returns. shoal's step timeout is 10 s; transformers has none, and its
+  requests are waited for a minute.
 - ``kill``: the process that computes gets SIGKILL in the middle. shoal's is a rank; transformers' manager is
   a thread of the process that holds the requests, so that is the one.
 
@@ -20,12 +22,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 _LIMIT_S = 600
 _STEP = 20  # the forward pass that raises
+_STEP_TIMEOUT_S = 10
 _CACHE_SHARE = 0.05  # of the memory, for transformers' KV pages
 
 
@@ -58,11 +62,12 @@ def run_shoal(loss: str, count: int, tokens: int) -> None:
 
     from shoal import LLM, SamplingParams
 
-    if loss == "raise":
-        os.environ["SHOAL_FAULT"] = f"raise@0:{_STEP}"
+    if loss in ("raise", "hang"):
+        os.environ["SHOAL_FAULT"] = f"{loss}@0:{_STEP}"
     greedy = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    with LLM("demo", executor="processes", max_model_len=1024, kv_cache_memory_bytes=1 << 28) as llm:
+    options = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 28, "step_timeout": _STEP_TIMEOUT_S}
+    with LLM("demo", executor="processes", **options) as llm:
         tell(loaded=True)
 
         def kill(num_finished: int) -> None:
@@ -93,6 +98,8 @@ def run_transformers(loss: str, count: int, tokens: int) -> None:
         if num_passes == _STEP:
             if loss == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if loss == "hang":
+                threading.Event().wait()
             raise RuntimeError("asked for")
 
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -115,6 +122,8 @@ def run_transformers(loss: str, count: int, tokens: int) -> None:
     except Exception as error:  # whatever a caller would get
         tell(later=f"{type(error).__name__}: {error}")
     manager.stop(block=False)
+    sys.stdout.flush()
+    os._exit(0)  # a thread that hangs would be waited for
 
 
 def case(engine: str, loss: str, count: int, tokens: int) -> Outcome:
@@ -140,6 +149,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--case", nargs=2, metavar=("ENGINE", "LOSS"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -149,7 +159,8 @@ def main() -> None:
         return
     outcomes = [
         case(engine, loss, given.requests, given.tokens)
-        for loss in ("raise", "kill")
+        for _ in range(given.runs)
+        for loss in ("raise", "hang", "kill")
         for engine in ("shoal", "transformers")
     ]
     if given.json:

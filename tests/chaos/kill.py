@@ -1,288 +1,211 @@
 """Ranks that die, stop, raise or hang under load: every stream ends as if nothing had happened.
 
-    PYTHONPATH=tests python -m chaos.kill [MODEL] [-tp N] [--way WAY] [--rounds 20] [--seed N]
+    PYTHONPATH=tests python -m chaos.kill [demo|tiny|MODEL] [-tp N] [--way WAY] [--rounds 20] [--seed N]
 
-In each round a number of streams of different lengths and kinds (greedy, sampled, with penalties, ``n=2``,
-with log-probabilities) run against ``shoal serve``, and a random rank is lost at a random moment: while
-nothing runs, before the first token, in the middle, or while ranks that were lost before are started. Texts,
-tokens, finish reasons, log-probabilities and usage must be those of an undisturbed round. Printed are how
-long it took to notice, and from then to the next token, beside a cold start of the same ranks.
+In each round streams of different lengths and kinds (greedy, sampled, with penalties, ``n=2``, with
+log-probabilities) run against ``shoal serve``, and a random rank is lost at a random moment: while nothing
+runs, in the middle of prompts, of decoding, or of the start of ranks that were lost before. Texts, tokens,
+finish reasons, log-probabilities and usage must be those of an undisturbed round. Which moment it really was
+is read from the engine's own words at the loss; every moment that was aimed at must have been hit.
+
+Printed and judged are, by the clock of the server's log: how long it took to notice, from the damage to the
+supervisor's event; from then to the first new token; and beside that a cold start of the group: from the
+spawn of its ranks until they serve, plus the time to the first token of the same streams, sent at once.
+Several servers share the rounds: cold starts are measured among the losses. Status 1 if any line fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import os
 import random
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
+from chaos.kill_log import Event, EventLog
+from chaos.kill_report import MOMENTS, Report
+from chaos.streams import Load, Stream, bodies, differences
+from support import families
 from support.programs import Server, environment, status_of, wait_until
 
-KILL_NOTICED_S = 1.0
-SLOWER_THAN_COLD_S = 3.0
-MOST_DIFFERENT = 0.01  # of the streams: scores so close that the batch's composition decides
-MOMENTS = ("idle", "prefill", "decode", "recovery")
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_TOPICS = ("rivers", "copper", "sleep", "chess", "bread", "glaciers", "maps", "violins")
+__all__ = ["WAYS", "moments_of", "run"]
+
+WAYS = ("kill", "stop", "raise", "hang")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1, "hang": signal.SIGUSR1}
+_STARTED_S = 900  # for a group to be started, on a busy machine that has to compile first
+_QUIET_S = 0.5  # an idle engine that logs at level debug looks at its books five times a second
+_AT_REST = re.compile(
+    r"^shoal:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc)\S* (\S+)", re.M
+)
 
 
-@dataclass
-class Branch:
-    """One choice of a stream, put together."""
+class Scene:
+    """One server and what has to be known of an undisturbed round: when to strike.
 
-    text: str = ""
-    tokens: list[str] = field(default_factory=list)
-    num_logprobs: int = 0
-    finish_reason: str | None = None
+    Args:
+        asks: the streams of every round.
+        rng: decides which rank, and when.
+    """
 
-
-@dataclass
-class Stream:
-    """What one request brought."""
-
-    branches: dict[int, Branch] = field(default_factory=dict)
-    usage: dict[str, Any] | None = None
-    problem: str | None = None
-
-    def add(self, chunk: dict[str, Any]) -> None:
-        if "error" in chunk:
-            self.problem = json.dumps(chunk["error"])
-        if chunk.get("usage"):  # but how much was found in the prefix cache is not the caller's matter
-            self.usage = {name: count for name, count in chunk["usage"].items() if name.endswith("_tokens")}
-        for choice in chunk.get("choices", ()):
-            branch = self.branches.setdefault(choice["index"], Branch())
-            branch.text += choice["text"]
-            if choice.get("logprobs"):
-                branch.tokens += choice["logprobs"]["tokens"]
-                branch.num_logprobs += sum(map(len, choice["logprobs"]["top_logprobs"] or ()))
-            branch.finish_reason = choice["finish_reason"] or branch.finish_reason
-
-
-@dataclass
-class Report:
-    """What the losses did."""
-
-    seed: int
-    cold_s: float = 0.0
-    noticed_s: list[float] = field(default_factory=list)
-    recovered_s: list[float] = field(default_factory=list)
-    num_streams: int = 0
-    num_different: int = 0
-    num_restarts: int = 0
-    problems: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """For people."""
-        return [
-            f"seed {self.seed}: {self.num_streams} streams, {self.num_different} different, "
-            f"{self.num_restarts} restarts",
-            f"noticed after (s):          {_spread(self.noticed_s)}",
-            f"then the next token (s):    {_spread(self.recovered_s)}",
-            f"a cold start of ranks (s):  {self.cold_s:.2f}",
-            *(f"PROBLEM {problem}" for problem in self.problems),
-        ]
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return "none measured"
-    ordered = sorted(values)
-    return f"median {statistics.median(ordered):.2f}, most {ordered[-1]:.2f}; all " + " ".join(
-        f"{value:.2f}" for value in ordered
-    )
-
-
-def bodies(count: int, most_tokens: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Requests of all kinds, each the same whenever it is sent."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 11},
-        {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-        {"temperature": 0.8, "seed": 5, "n": 2, "top_p": 0.9},
-        {"temperature": 0, "logprobs": 3},
-        {"temperature": 1.0, "seed": 8, "presence_penalty": 0.5, "logprobs": 0, "min_tokens": 8},
-    ]
-    out = []
-    for index in range(count):
-        words = " ".join(rng.choice(_TOPICS) for _ in range(rng.choice((3, 20, 120))))
-        out.append(
-            {
-                "model": "m",
-                "prompt": f"Some notes on {words}, number {index}:",
-                "max_tokens": rng.randint(most_tokens // 3, most_tokens),
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                **kinds[index % len(kinds)],
-            }
-        )
-    return out
-
-
-class Load:
-    """Streams under way. ``tokens`` counts what has come; ``last`` is when."""
-
-    def __init__(self, url: str, asks: Sequence[dict[str, Any]]) -> None:
-        self._url = url
+    def __init__(
+        self, server: Server, asks: Sequence[dict[str, Any]], way: str, report: Report, rng: random.Random
+    ) -> None:
+        self._server = server
+        self._log = EventLog(server.log)
         self._asks = asks
-        self.tokens = 0
-        self.arrivals: list[float] = []
-        self.results: list[Stream] = []
+        self._way = way
+        self._report = report
+        self._rng = rng
+        self._start_s = 0.0  # from the spawn of ranks until they serve
+        self._prompts_s = 0.0  # until the last stream's first token
+        self._num_events = 0
 
-    def run(self) -> list[Stream]:
-        """All of them at once, to their ends."""
-        self.results = asyncio.run(self._all())
-        return self.results
-
-    async def _all(self) -> list[Stream]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-            return list(await asyncio.gather(*(self._one(client, ask) for ask in self._asks)))
-
-    async def _one(self, client: httpx.AsyncClient, ask: dict[str, Any]) -> Stream:
-        stream = Stream()
-        try:
-            async with client.stream("POST", f"{self._url}/v1/completions", json=ask) as answer:
-                if answer.status_code != 200:
-                    stream.problem = f"{answer.status_code}: {(await answer.aread())[:300]!r}"
-                    return stream
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        self.tokens += 1
-                        self.arrivals.append(time.monotonic())
-                        stream.add(json.loads(line[6:]))
-        except httpx.HTTPError as error:
-            stream.problem = repr(error)
-        return stream
-
-
-class Watch:
-    """Notes when ``/ready`` changes, looking every 20 ms."""
-
-    def __init__(self, url: str) -> None:
-        self._url = f"{url}/ready"
-        self._end = threading.Event()
-        self.changes: list[tuple[float, bool]] = []
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        was = True
-        while not self._end.wait(0.02):
-            is_ready = status_of(self._url) == 200
-            if is_ready != was:
-                self.changes.append((time.monotonic(), is_ready))
-                was = is_ready
-
-    def first_unready(self, after: float) -> float | None:
-        return next((at for at, is_ready in list(self.changes) if not is_ready and at >= after), None)
-
-    def stop(self) -> None:
-        self._end.set()
-        self._thread.join()
-
-
-def lose_one(server: Server, way: str, rng: random.Random) -> float:
-    """Send a random rank the signal; when."""
-    rank = rng.choice(wait_for_ranks(server))
-    at = time.monotonic()
-    rank.send_signal(_SIGNALS[way])
-    return at
-
-
-def wait_for_ranks(server: Server) -> list[psutil.Process]:
-    wait_until(lambda: bool(server.ranks()), 60, "ranks run")
-    return server.ranks()
-
-
-def disturbed(
-    server: Server, asks: Sequence[dict[str, Any]], way: str, moment: str, rng: random.Random, report: Report
-) -> list[Stream]:
-    """One round with a loss (two, in a recovery)."""
-    load, watch = Load(server.url, asks), Watch(server.url)
-    running = threading.Thread(target=load.run)
-    try:
-        if moment == "idle":
-            lost_at = lose_one(server, way, rng)
-            wait_until(lambda: watch.first_unready(lost_at) is not None, 30, "the loss is noticed")
-            running.start()
-        else:
-            running.start()
-            if moment == "prefill":
-                time.sleep(rng.uniform(0, 0.5))
-            else:
-                least = rng.randint(1, 10 * len(asks))
-                wait_until(lambda: load.tokens >= least or not running.is_alive(), 120, "tokens come", 0.005)
-            lost_at = lose_one(server, way, rng)
-        if moment == "recovery":
-            wait_until(lambda: watch.first_unready(lost_at) is not None, 30, "the loss is noticed")
-            time.sleep(rng.uniform(0, 3))
-            lose_one(server, "kill", rng)
-        running.join()
-    finally:
-        watch.stop()
-    noticed_at = watch.first_unready(lost_at)
-    if noticed_at is None:
-        report.problems.append(f"a rank was lost ({moment}) and /ready did not say so")
+    def undisturbed(self) -> list[Stream]:
+        """A round without a loss; with it, the sample of a cold start."""
+        load = Load(self._server.url, self._asks)
+        load.run()
+        spawned, ready = self._log.first("spawned"), self._log.first("ready")
+        assert spawned is not None and ready is not None and load.arrivals, self._server.log.read_text()
+        self._report.cold_s.append(ready.at - spawned.at + load.arrivals[0] - load.started_at)
+        self._start_s = ready.at - spawned.at
+        self._prompts_s = load.arrivals[min(len(self._asks), len(load.arrivals) - 1)] - load.started_at
+        self._num_events = len(load.arrivals)
         return load.results
-    report.noticed_s.append(noticed_at - lost_at)
-    after = [at for at in load.arrivals if at > noticed_at + 0.05]
-    if after and moment != "recovery":
-        report.recovered_s.append(after[0] - noticed_at)
-    return load.results
 
+    def disturbed(self, moment: str) -> list[Stream]:
+        """A round with a loss at ``moment``; two, in a recovery."""
+        load, began_at = Load(self._server.url, self._asks), time.time()
+        running = threading.Thread(target=load.run)
+        if moment != "idle":
+            running.start()
+            self._wait_for(moment, load, running)
+        self._lose_one(_SIGNALS[self._way])
+        if moment == "idle":
+            self._wait_for_event("lost", began_at)
+            running.start()
+        if moment == "recovery":
+            self._wait_for_event("spawned", self._wait_for_event("lost", began_at).at)
+            time.sleep(self._rng.uniform(0, 0.7 * self._start_s))
+            self._lose_one(signal.SIGKILL)
+        running.join()
+        self._wait_for_rest(began_at)
+        self._measure(load, began_at)
+        return load.results
 
-def compare(expected: Sequence[Stream], got: Sequence[Stream], report: Report, what: str) -> None:
-    """Count the streams that differ; what cannot be rounding is a problem."""
-    report.num_streams += len(got)
-    for index, (want, have) in enumerate(zip(expected, got, strict=True)):
-        if have.problem is not None or have.usage is None:
-            report.problems.append(f"{what}, stream {index}: {have.problem or 'cut off'}")
-        elif have != want:
-            report.num_different += 1
-            print(f"{what}, stream {index} differs:\n  {want}\n  {have}", file=sys.stderr)
-
-
-def cold_start_s(log: Path) -> float:
-    """Seconds from the first word of loading until the ranks served, by the server's own clock."""
-    match = re.search(r"ready in ([\d.]+) s", log.read_text())
-    assert match is not None, log.read_text()
-    return float(match[1])
-
-
-def num_restarts(server: Server) -> int:
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    match = re.search(r"^shoal:engine_restarts_total\S* ([\d.]+)", text, re.MULTILINE)
-    assert match is not None, text
-    return int(float(match[1]))
-
-
-def judge(report: Report, way: str, step_timeout_s: float) -> None:
-    """Hold the figures against what is promised."""
-    if report.num_different > MOST_DIFFERENT * report.num_streams:
-        report.problems.append(f"{report.num_different} of {report.num_streams} streams differ")
-    most_s = KILL_NOTICED_S if way == "kill" else step_timeout_s + 0.5
-    late = [s for s in report.noticed_s if s > most_s]
-    if late:
-        report.problems.append(f"noticed too late: {late}")
-    slow = [s for s in report.recovered_s if s > report.cold_s + SLOWER_THAN_COLD_S]
-    if slow:
-        report.problems.append(
-            f"recovered slower than {report.cold_s:.1f} + {SLOWER_THAN_COLD_S:g} s: {slow}"
+    def _wait_for(self, moment: str, load: Load, running: threading.Thread) -> None:
+        """Until it is time to strike."""
+        if moment == "prefill":
+            time.sleep(self._rng.uniform(0.05, 0.8) * self._prompts_s)
+            return
+        least = self._rng.randint(len(self._asks), max(len(self._asks), int(0.6 * self._num_events)))
+        wait_until(
+            lambda: load.num_arrived >= least or not running.is_alive(), _STARTED_S, "tokens come", 0.002
         )
+
+    def _wait_for_event(self, kind: str, after: float) -> Event:
+        """The first of its kind since a moment."""
+        wait_until(lambda: self._log.first(kind, after) is not None, _STARTED_S, f"ranks are {kind}", 0.01)
+        return self._log.events(kind, after)[0]
+
+    def _lose_one(self, damage: signal.Signals) -> None:
+        """Send a random rank the signal."""
+        struck_at = time.time()
+        try:
+            os.kill(self._rng.choice(self._log.events("spawned")[-1].pids), damage)
+        except ProcessLookupError:  # its group was ended for another reason meanwhile
+            self._report.notes.append(f"the rank that was to get {damage.name} had just ended")
+            return
+        if damage in (signal.SIGKILL, signal.SIGSTOP):
+            self._report.damages.append(struck_at)
+
+    def _wait_for_rest(self, began_at: float) -> None:
+        """Until ranks serve again, nothing is left, and the engine has looked at its own books meanwhile."""
+        server = self._server
+
+        def is_at_rest() -> bool:
+            assert server.process.poll() is None, server.log.read_text()[-4000:]
+            num_lost, num_served = (len(self._log.events(kind, began_at)) for kind in ("lost", "served"))
+            values = _AT_REST.findall(httpx.get(f"{server.url}/metrics", timeout=30).text)
+            assert len(values) >= 3, "the metrics have other names"
+            return 0 < num_lost <= num_served and all(float(value) == 0 for value in values)
+
+        wait_until(is_at_rest, _STARTED_S, "all blocks are free and ranks serve", 0.05)
+        until = time.monotonic() + _QUIET_S
+        while time.monotonic() < until:
+            if status_of(f"{server.url}/health") != 200:
+                self._report.problems.append(
+                    "after a round the engine found its books wrong, or ended otherwise"
+                )
+                return
+
+    def _measure(self, load: Load, began_at: float) -> None:
+        """Take the round's figures down, from what the server's log says of it."""
+        report, events = self._report, self._log.events(after=began_at)
+        report.num_restarts += sum(event.kind == "served" for event in events)
+        noticed = [event for event in events if event.kind in ("lost", "failed")]
+        for event in noticed:
+            for moment in _hit(event):
+                report.hits[moment] = report.hits.get(moment, 0) + 1
+        damages = [event.at for event in events if event.kind == "fault"]
+        damages += [at for at in report.damages if at >= began_at]
+        found = [next((event for event in noticed if event.at > at), None) for at in sorted(damages)]
+        for at, event in zip(sorted(damages), found, strict=True):
+            if event is None:
+                report.problems.append("a rank was lost and the supervisor did not say so")
+            else:
+                fast = self._way in ("kill", "raise") or event.kind == "failed"
+                (report.noticed_s if fast else report.timed_out_s).append(event.at - at)
+        report.num_unasked += len([event for event in noticed if event not in found])
+        served = self._wait_for_event("served", noticed[-1].at)
+        spawned = self._log.events("spawned", noticed[-1].at)[-1]
+        self._start_s = min(
+            self._start_s, served.at - spawned.at
+        )  # the first start may have compiled kernels
+        token_at = load.first_after(served.at)
+        if token_at is not None:
+            report.recovered_s.append(token_at - noticed[-1].at)
+
+
+def _hit(event: Event) -> list[str]:
+    """The moments that a loss met."""
+    if event.kind == "failed":
+        return ["recovery"]
+    met = [("prefill", event.num_in_prompt), ("decode", event.num_beyond)]
+    return [moment for moment, count in met if count] or ["idle"]
+
+
+def moments_of(rounds: int, rng: random.Random) -> list[str]:
+    """All kinds of moments about equally often, in random order."""
+    moments = [MOMENTS[number % len(MOMENTS)] for number in range(rounds)]
+    rng.shuffle(moments)
+    return moments
+
+
+def model_of(name: str, folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Arguments of :func:`run` for a model by its name on the command line; options are the server's."""
+    arguments = tiny(folder) if name == "tiny" else {"model": name, "options": ()}
+    return {**arguments, "options": (*arguments["options"], *options)}
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """A model that starts in a moment, for :func:`run`: its prompts are words that it knows, and its steps
+    are small, so that there are many.
+    """
+    return {
+        "model": str(families.save_with_words("llama_9_3", folder)),
+        "words": [f"w{number}" for number in range(4, families.VOCABULARY)],
+        "options": ("--max-num-batched-tokens", "16", "--kv-cache-memory-bytes", "16000000"),
+    }
 
 
 def run(
@@ -295,79 +218,87 @@ def run(
     streams: int = 24,
     most_tokens: int = 120,
     step_timeout_s: float = 3.0,
+    servers: int = 1,
     options: Sequence[str] = (),
+    words: Sequence[str] | None = None,
 ) -> Report:
-    """One server, one undisturbed round, and one round a moment."""
-    rng, report = random.Random(seed), Report(seed)
-    asks = bodies(streams, most_tokens, rng)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        arguments = [model, "-tp", str(tp), "--executor", "processes", "--served-model-name", "m"]
-        arguments += ["--step-timeout", str(step_timeout_s), "--max-restarts", "1000"]
-        arguments += ["--max-num-batched-tokens", "256"]  # steps well below the timeout
-        faults = _faults(way, len(moments), tp, streams, most_tokens, rng)
-        server = Server(*arguments, *options, log=log, env=environment(SHOAL_FAULT=faults))
-        try:
-            report.cold_s = cold_start_s(log)
-            expected = Load(server.url, asks).run()
-            compare(expected, expected, report, "undisturbed")
-            for number, moment in enumerate(moments):
-                if way in _SIGNALS:
-                    got = disturbed(server, asks, way, moment, rng, report)
-                else:
-                    got = Load(server.url, asks).run()
-                compare(expected, got, report, f"round {number} ({moment})")
-            report.num_restarts = num_restarts(server)
-            if report.num_restarts < len(moments):
-                report.problems.append(f"{report.num_restarts} restarts for {len(moments)} losses")
-        finally:
-            status = server.stop()
-            print(
-                re.sub(r"(?m)^(?!.*(restart|starting the ranks)).*\n", "", log.read_text()), file=sys.stderr
-            )
-        if status != 0:
-            report.problems.append(f"the server exited with status {status}")
-    judge(report, way, step_timeout_s)
+    """Servers one after the other: on each an undisturbed round, then its share of the rounds with losses."""
+    rng, report = random.Random(seed), Report(seed, way, tp, step_timeout_s, list(moments))
+    asks = bodies(streams, most_tokens, rng, *([words] if words else []))
+    expected: list[Stream] = []
+    faults = ",".join(f"{way}@{rank}:signal" for rank in range(tp)) if way in ("raise", "hang") else ""
+    arguments = [model, "-tp", str(tp), "--executor", "processes", "--served-model-name", "m"]
+    arguments += ["--step-timeout", str(step_timeout_s), "--max-restarts", "1000"]
+    arguments += ["--max-num-batched-tokens", "256"]  # steps well below the timeout
+    arguments += ["--log-format", "json", "--log-level", "debug", *options]
+    for number in range(servers):
+        with tempfile.TemporaryDirectory() as folder:
+            log, variables = Path(folder) / "log", environment(SHOAL_FAULT=faults)
+            server = Server(*arguments, log=log, timeout_s=_STARTED_S, env=variables)
+            try:
+                scene = Scene(server, asks, way, report, rng)
+                undisturbed = scene.undisturbed()
+                expected = expected or undisturbed
+                _compare(asks, expected, undisturbed, report, f"undisturbed on server {number}")
+                for index, moment in list(enumerate(moments))[number::servers]:
+                    _compare(asks, expected, scene.disturbed(moment), report, f"round {index} ({moment})")
+            finally:
+                status = server.stop()
+            if status != 0:
+                report.problems.append(f"the server exited with status {status}")
+            report.problems += EventLog(server.log).problems()
     return report
 
 
-def _faults(way: str, count: int, tp: int, streams: int, most_tokens: int, rng: random.Random) -> str:
-    """One fault a round, in a step of some round after the first (which takes some ``most_tokens`` steps)."""
-    if way in _SIGNALS:
-        return ""
-    steps, step = [], most_tokens + 10
-    for _ in range(count):
-        step += rng.randint(5, most_tokens // 2)
-        steps.append(f"{way}@{rng.randrange(tp)}:{step}")
-    return ",".join(steps)
+def _compare(
+    asks: Sequence[dict[str, Any]],
+    expected: Sequence[Stream],
+    got: Sequence[Stream],
+    report: Report,
+    what: str,
+) -> None:
+    defects, differing = differences(asks, expected, got)
+    report.num_streams += len(got)
+    report.num_different += len(differing)
+    report.problems += [f"{what}, {words}" for words in defects]
+    for words in differing:
+        print(f"{what}, {words}", file=sys.stderr)
 
 
 def main() -> int:
+    """The command line; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("-tp", type=int, default=2)
-    parser.add_argument("--way", choices=("kill", "stop", "raise", "hang"), default="kill")
+    parser.add_argument("--way", choices=WAYS, default="kill")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=24)
+    parser.add_argument("--most-tokens", type=int, default=120)
+    parser.add_argument("--servers", type=int, default=4, help="how many share the rounds")
     parser.add_argument("--step-timeout", type=float, default=3.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
-    rng = random.Random(given.seed)
-    moments = [rng.choice(MOMENTS) for _ in range(given.rounds)]
-    report = run(
-        given.model,
-        given.tp,
-        given.way,
-        moments,
-        seed=given.seed,
-        streams=given.streams,
-        step_timeout_s=given.step_timeout,
+    parser.add_argument(
+        "--option", action="append", default=[], help="for shoal serve, as in --option=--standby-ranks"
     )
-    print("\n".join(report.lines()))
-    return 1 if report.problems else 0
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = run(
+            **model_of(given.model, Path(folder), given.option),
+            tp=given.tp,
+            way=given.way,
+            moments=moments_of(given.rounds, random.Random(given.seed)),
+            seed=given.seed,
+            streams=given.streams,
+            most_tokens=given.most_tokens,
+            step_timeout_s=given.step_timeout,
+            servers=min(given.servers, given.rounds),
+        )
+    print(json.dumps(report.to_dict()) if given.json else "\n".join(report.lines()))
+    return 1 if report.failures() else 0
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import subprocess
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from shoal.checkpoint.progress import Report
-from shoal.comm.torch_dist import open_store, use_loopback
+from shoal.comm.torch_dist import open_store
 from shoal.errors import EngineError, RankError
 from shoal.messages import (
     AllocateKV,
@@ -22,55 +22,35 @@ from shoal.messages import (
     RankReady,
     RankReport,
     Shutdown,
-    Start,
     Step,
     StepResult,
     encode,
 )
-from shoal.process.child import Child, spawn
 from shoal.worker.channel import Channel
 from shoal.worker.failures import inline_errors
+from shoal.worker.load import Load, make_starts
 from shoal.worker.pulse import Pulse
 from shoal.worker.rank import RankWorker
+from shoal.worker.rank_process import RankProcess, StopWatch
 from shoal.worker.replies import Answer, gather_replies
+from shoal.worker.standby import Standby
 
 __all__ = [
     "Executor",
     "InlineExecutor",
-    "Load",
     "ProcessExecutor",
-    "RankProcess",
-    "make_starts",
 ]
 
+_events = logging.getLogger("shoal.events")
+
 _SHUTDOWN_S = 10.0
+_ANSWER_SHARE = 0.9  # of the step timeout; the rest is for ending the group: it is noticed within all of it
+_STOPPED_SHARE = 0.6  # of it, for which a rank that loads may be stopped
 
 # A step that a socket cannot hold is not sent before the last one is answered: its ranks may be about to send
 # as much, and then neither end would read.
 _MOST_AHEAD_BYTES = 1 << 16
 _PING_S = 1.0  # to hand one over: there is room for it, unless a rank has taken nothing in for long
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What every rank builds."""
-
-    config: dict[str, Any]  # EngineConfig as plain data
-    model_path: str
-    plan: dict[str, Any]  # Plan as plain data
-    world_size: int
-    load_timeout_s: float
-    step_timeout_s: float
-
-    def serving(self, pages: AllocateKV) -> Load:
-        """The same for ranks that need not find out what the first ones have: how many KV blocks they can
-        keep, and how long a step may take.
-        """
-        return replace(
-            self,
-            config={**self.config, "num_gpu_blocks_override": pages.num_blocks or None},
-            step_timeout_s=pages.step_timeout_s or self.step_timeout_s,
-        )
 
 
 class Executor(Protocol):
@@ -145,22 +125,6 @@ class Executor(Protocol):
         ...
 
 
-def make_starts(load: Load, rendezvous: str, generation: int = 0) -> list[Start]:
-    """The first message of each rank; ``generation`` counts the groups that there were before."""
-    return [
-        Start(
-            rank=rank,
-            world_size=load.world_size,
-            config=load.config,
-            model_path=load.model_path,
-            plan=load.plan,
-            rendezvous=rendezvous,
-            generation=generation,
-        )
-        for rank in range(load.world_size)
-    ]
-
-
 class InlineExecutor:
     """The only rank, in this process."""
 
@@ -223,21 +187,6 @@ class InlineExecutor:
         return self._worker
 
 
-class RankProcess(Child):
-    """One rank's process and the channel to it."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(_spawn)
-        self.rank = rank
-        self.channel = Channel(self.socket)
-
-
-def _spawn(channel_fd: int, life_fd: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    use_loopback(environment)
-    return spawn("shoal.worker", channel_fd, life_fd, environment)
-
-
 class ProcessExecutor:
     """Every rank in a process of its own on this host."""
 
@@ -251,6 +200,8 @@ class ProcessExecutor:
         self._generation = 0
         self._is_ending = False
         self._ranks: list[RankProcess] = []
+        self._dying: list[RankProcess] = []  # were killed, and are not waited for yet
+        self._standby = Standby(RankProcess)
         self._pulse = Pulse(load.step_timeout_s)
         self._num_submitted = 0  # steps not collected
         self._held: deque[bytes] = deque()  # the last of them, not sent
@@ -258,26 +209,30 @@ class ProcessExecutor:
         self._owner = os.getpid()
 
     def load(self, report: Report) -> list[RankReport]:
+        self._bury()
         try:
             rendezvous = ""
             if self._load.world_size > 1:
                 self._store, rendezvous = open_store()
             for rank in range(self._load.world_size):
-                self._ranks.append(RankProcess(rank))
+                self._ranks.append(self._standby.take(rank))
+            pids = ", ".join(str(rank.process.pid) for rank in self._ranks)
+            _events.info("starting ranks of generation %d: processes %s", self._generation, pids)
             if self._is_ending:  # looked at once they are in the list, where interrupt() finds them
                 raise EngineError("the executor is shutting down")
             starts = make_starts(self._load, rendezvous, self._generation)
             self._generation += 1
             for start, process in zip(starts, self._ranks, strict=True):
                 self._send(process, encode(start), self._load.load_timeout_s)
-            return self._collect(RankReport, self._load.load_timeout_s, report)
+            return self._collect_loaded(RankReport, report)
         except BaseException:
             self._kill()
+            self._bury()
             raise
 
     def allocate(self, message: AllocateKV) -> list[RankReady]:
         self._post(encode(message), self._load.load_timeout_s)
-        ready = self._collect(RankReady, self._load.load_timeout_s)
+        ready = self._collect_loaded(RankReady)
         self._load, self._pages = self._load.serving(message), message
         self._pulse = Pulse(self._load.step_timeout_s)
         return ready
@@ -292,14 +247,14 @@ class ProcessExecutor:
         if self._held or (self._num_submitted and len(data) > _MOST_AHEAD_BYTES):
             self._held.append(data)
         else:
-            self._post(data, self._load.step_timeout_s)
+            self._post(data, self._patience_s)
         self._num_submitted += 1
 
     def collect(self) -> StepResult:
-        result = self._collect(StepResult, self._load.step_timeout_s)[0]
+        result = self._collect(StepResult, self._patience_s)[0]
         self._num_submitted -= 1
         if self._held:
-            self._post(self._held.popleft(), self._load.step_timeout_s)
+            self._post(self._held.popleft(), self._patience_s)
         return result
 
     def check(self) -> None:
@@ -310,6 +265,8 @@ class ProcessExecutor:
         except BaseException:
             self._kill()
             raise
+        if self._load.config.get("standby_ranks"):
+            self._standby.fill(self._load.world_size)  # now, when there is nothing else to do
 
     def interrupt(self) -> None:
         self._is_ending = True
@@ -325,6 +282,8 @@ class ProcessExecutor:
         deadline = time.monotonic() + _SHUTDOWN_S
         for rank in self._ranks:
             rank.stop(deadline)
+        self._bury()
+        self._standby.close()
         self._ranks = []
         self._store = None
 
@@ -346,18 +305,33 @@ class ProcessExecutor:
         except TimeoutError as error:
             raise RankError(f"rank {rank.rank} took nothing in for {timeout_s:g} s", rank.rank) from error
 
-    def _collect(self, answer: type[Answer], timeout_s: float, report: Report | None = None) -> list[Answer]:
+    def _collect_loaded(self, answer: type[Answer], report: Report | None = None) -> list[Answer]:
+        watch = StopWatch(self._ranks, self._load.step_timeout_s * _STOPPED_SHARE).look
+        return self._collect(answer, self._load.load_timeout_s, report, watch)
+
+    def _collect(
+        self,
+        answer: type[Answer],
+        timeout_s: float,
+        report: Report | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> list[Answer]:
         """One answer of each rank; without, the group is lost: the others may wait in a collective for one
         that will not come.
         """
         self._require_running()
         try:
-            answers = gather_replies(self._channels(), answer, timeout_s, self._obituary, report)
+            answers = gather_replies(self._channels(), answer, timeout_s, self._obituary, report, watch)
         except BaseException:
             self._kill()
             raise
         self._pulse.felt()
         return answers
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a rank may take to take a step in, or to answer it."""
+        return self._load.step_timeout_s * _ANSWER_SHARE
 
     def _channels(self) -> dict[int, Channel]:
         return {rank.rank: rank.channel for rank in self._ranks}
@@ -369,14 +343,22 @@ class ProcessExecutor:
             raise EngineError("an engine serves the process that made it, not a fork of it")
 
     def _obituary(self, rank: int) -> str:
-        return f"rank {rank} {self._ranks[rank].obituary()}"
+        return self._ranks[rank].obituary()
 
     def _kill(self) -> None:
+        """End the group, now. Until its memory is given back may take a second: who needs the place waits for
+        that, not who is to hear of the loss.
+        """
         for rank in self._ranks:
             rank.process.kill()
-        for rank in self._ranks:
-            rank.stop(time.monotonic())
+        self._dying += self._ranks
         self._num_submitted = 0
         self._held.clear()
         self._ranks = []
         self._store = None
+
+    def _bury(self) -> None:
+        """Wait for the end of those that were killed."""
+        for rank in self._dying:
+            rank.stop(0.0)
+        self._dying = []

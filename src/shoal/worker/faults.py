@@ -2,25 +2,31 @@
 
 ``SHOAL_FAULT`` in a rank's environment says what happens where, as in ``raise@1:40,hang@0:100``: rank 1
 raises in step 40, rank 0 hangs in step 100. Instead of a step, ``token=7`` stands for every step that
-computes that token, so that a request can be made to fail wherever it runs.
+computes that token, so that a request can be made to fail wherever it runs; and ``signal`` for whatever the
+rank is to do next, a step or a sign of life, once it was sent SIGUSR1.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.messages import Step, unpack_ids
+from shoal.messages import Ping, Step, unpack_ids
 
 __all__ = ["VARIABLE", "Faults"]
 
 VARIABLE = "SHOAL_FAULT"
 
-_FORM = re.compile(r"(raise|memory|hang|exit)@(\d+):(?:(\d+)|token=(\d+))")
+_log = logging.getLogger("shoal.worker")
+
+_FORM = re.compile(r"(raise|memory|hang|exit)@(\d+):(?:(\d+)|token=(\d+)|signal)")
 _EXIT_STATUS = 70
 
 
@@ -30,10 +36,14 @@ class _Fault:
     step_id: int | None
     token_id: int | None
 
-    def is_due(self, step: Step) -> bool:
+    def is_due(self, message: Step | Ping, has_signal: bool) -> bool:
+        if self.step_id is None and self.token_id is None:
+            return has_signal
+        if isinstance(message, Ping):
+            return False
         if self.token_id is None:
-            return step.step_id == self.step_id
-        return any(self.token_id in unpack_ids(sequence.token_ids) for sequence in step.sequences)
+            return message.step_id == self.step_id
+        return any(self.token_id in unpack_ids(sequence.token_ids) for sequence in message.sequences)
 
 
 class Faults:
@@ -41,6 +51,9 @@ class Faults:
 
     def __init__(self, faults: list[_Fault]) -> None:
         self._faults = faults
+        self._signalled = threading.Event()
+        if any(fault.step_id is None and fault.token_id is None for fault in faults):
+            signal.signal(signal.SIGUSR1, lambda *_: self._signalled.set())
 
     @classmethod
     def of_rank(cls, rank: int, environment: Mapping[str, str] = os.environ) -> Faults:
@@ -59,10 +72,11 @@ class Faults:
                 faults.append(_Fault(kind, _number(step), _number(token)))
         return cls(faults)
 
-    def before(self, step: Step) -> None:
-        """Fail now, if that is asked for in ``step``."""
+    def before(self, message: Step | Ping) -> None:
+        """Fail now, if that is asked for in ``message``; the log says at which moment."""
         for fault in self._faults:
-            if fault.is_due(step):
+            if fault.is_due(message, self._signalled.is_set()):
+                _log.warning("%s: %s at %.3f", VARIABLE, fault.kind, time.time())
                 _fail(fault.kind)
 
 

@@ -10,9 +10,10 @@ from shoal.worker.replies import late, pings_answered
 
 __all__ = ["Pulse"]
 
-# Of the time in which a rank that stops must be noticed. The rest is for noticing that it has not answered.
-_PAUSE_SHARE = 0.2
-_PATIENCE_SHARE = 0.65
+# Of the time in which a rank that stops must be noticed. The rest is for two looks, one to ask and one to
+# find that nobody has answered, and for ending the group.
+_PAUSE_SHARE = 0.1
+_PATIENCE_SHARE = 0.6
 
 
 class Pulse:

@@ -33,6 +33,7 @@ from shoal.errors import EngineError, UnsupportedError
 from shoal.messages import (
     AllocateKV,
     Encode,
+    Ping,
     RankReady,
     RankReport,
     SamplingSpec,
@@ -44,11 +45,13 @@ from shoal.messages import (
 )
 from shoal.model.base import KeepsState, ServedModel
 from shoal.model.build import build_empty, load_config, model_length, vocabulary_size
-from shoal.model.choose import Chosen, Fuse, Pack, serve_causal
+from shoal.model.choose import Chosen, Fuse, serve_causal
 from shoal.model.choose_encoder import ChosenEncoder, FuseEncoder, serve_encoder
 from shoal.model.choose_seq2seq import serve_seq2seq
 from shoal.model.encoder import EncoderModel
 from shoal.model.pooling import is_pooling, served_class
+from shoal.model.replaced import Pack
+from shoal.model.trial import Trials
 from shoal.plan.slices import slices, zero_names
 from shoal.plan.types import Plan
 from shoal.shard.apply import shard
@@ -64,7 +67,7 @@ _SAMPLING_RANK = 0
 _OUR_ATTENTION = ("served the paged way", "served the fused way", "served the packed way")
 
 # Of the step's time: ranks that wait in vain say so before the executor gives up, so it knows for whom.
-_COLLECTIVE_SHARE = 0.8
+_COLLECTIVE_SHARE = 0.7
 
 
 class _Deeper(NamedTuple):
@@ -127,19 +130,16 @@ class RankWorker:
         module = build_empty(model_class, hf_config, self._dtype)
         plan = Plan.from_dict(start.plan)
         parts, zeros = slices(plan, module, start.rank), zero_names(plan, module, start.rank)
-        shard(module, plan, start.rank, comm)
+        trials = Trials(shard(module, plan, start.rank, comm), device.torch_device)
         kernel_name, kernel = self._choose_kernel(config, device)  # a compiler's memory is no weight's
-        deeper = self._deeper(kernel, config)
+        deeper = self._deeper(kernel, config, trials)
         trim_heap()
         self._private_before, peak_before = process_private_bytes(), reset_peak("cpu")
         with CheckpointReader(path) as reader:
             loaded = load_weights(module, reader, parts, device.torch_device, self._dtype, report, zeros)
         load_peak = used_since("cpu", peak_before)
-        chosen = (
-            self._serve_encoder(module, kernel, deeper)
-            if pools
-            else self._serve(module, kernel, deeper, config)
-        )
+        serve = self._serve_encoder if pools else self._serve
+        chosen = serve(module, kernel, deeper, config, trials)
         if config.quantization is not None and not chosen.packed_bytes:
             raise UnsupportedError(
                 f"quantization: nothing can be held in {config.quantization}: {'; '.join(chosen.notes)}",
@@ -161,6 +161,10 @@ class RankWorker:
             dtype=dtype.name,
             way="encoder" if self._model is None else self._model.way,
             state_bytes=self._model.state_bytes if isinstance(self._model, KeepsState) else 0,
+            window=max((s.window or 0 for s in self._kv_shapes), default=0),
+            window_bytes_per_token=sum(
+                s.bytes_per_token(self._dtype.itemsize) for s in self._kv_shapes if s.window
+            ),
             notes=(dtype.reason, *chosen.notes),
         )
 
@@ -171,7 +175,12 @@ class RankWorker:
             return self._open_encoder(self._encoder)
         model, device = self._model_(), self._device_()
         pages = allocate(
-            model.kv_shapes, message.num_blocks, message.block_size, self._dtype, device.torch_device
+            model.kv_shapes,
+            message.num_blocks,
+            message.block_size,
+            self._dtype,
+            device.torch_device,
+            message.num_window_blocks,
         )
         model.use_pages(pages)
         if isinstance(model, KeepsState):
@@ -191,6 +200,11 @@ class RankWorker:
             kv_bytes=kv_bytes,
             private_growth_bytes=growth - (kv_bytes if device.kind == "cpu" else 0),
         )
+
+    def ping(self, ping: Ping) -> Ping:
+        """Give a sign of life."""
+        self._faults.before(ping)
+        return ping
 
     def execute(self, step: Step | Encode) -> StepResult:
         """Run one step."""
@@ -265,8 +279,16 @@ class RankWorker:
         if isinstance(self._comm, TimedComm):  # the others of the Protocol wait for nobody, or for threads
             self._comm.set_timeout(self._step_timeout_s * _COLLECTIVE_SHARE)
 
-    def _serve_encoder(self, module: PreTrainedModel, kernel: PagedKernel, deeper: _Deeper) -> ChosenEncoder:
-        chosen = serve_encoder(module, kernel, self._device_().torch_device, deeper.fuse_encoder, deeper.pack)
+    def _serve_encoder(
+        self,
+        module: PreTrainedModel,
+        kernel: PagedKernel,
+        deeper: _Deeper,
+        config: EngineConfig,
+        trials: Trials,
+    ) -> ChosenEncoder:
+        further = (deeper.fuse_encoder, deeper.pack, config.way, trials)
+        chosen = serve_encoder(module, kernel, self._device_().torch_device, *further)
         self._encoder = chosen.model
         if chosen.computes_alone:
             self._take_torch_threads()
@@ -274,13 +296,18 @@ class RankWorker:
 
     @torch.inference_mode()
     def _serve(
-        self, module: PreTrainedModel, kernel: PagedKernel, deeper: _Deeper, config: EngineConfig
+        self,
+        module: PreTrainedModel,
+        kernel: PagedKernel,
+        deeper: _Deeper,
+        config: EngineConfig,
+        trials: Trials,
     ) -> Chosen:
         device = self._device_().torch_device
         if module.config.is_encoder_decoder:
-            chosen = serve_seq2seq(module, device, deeper.pack)
+            chosen = serve_seq2seq(module, device, deeper.pack, trials)
         else:
-            further = (deeper.fuse, deeper.pack, config.compile, config.way)
+            further = (deeper.fuse, deeper.pack, config.compile, config.way, trials)
             chosen = serve_causal(module, kernel, device, *further)
         self._model = chosen.model
         if getattr(chosen.model, "computes_alone", False):
@@ -289,14 +316,15 @@ class RankWorker:
                 pin_thread(self._cores[:1])  # the others are the team's
         return chosen
 
-    def _deeper(self, kernel: PagedKernel, config: EngineConfig) -> _Deeper:
+    def _deeper(self, kernel: PagedKernel, config: EngineConfig, trials: Trials) -> _Deeper:
         """What puts CPU kernels in the place of the model's layers, and of what is left of its modules, if
         they are wanted and can be had.
 
         Raises:
             UnsupportedError: they cannot, and quantised weights are for them alone.
         """
-        if config.cpu_kernels == "off" or self._device_().kind != "cpu" or not hasattr(kernel, "team"):
+        is_wanted = config.cpu_kernels != "off" and self._device_().kind == "cpu"
+        if trials.agree(is_wanted and hasattr(kernel, "team"), "no CPU kernels") is not None:
             if config.quantization is not None:
                 raise UnsupportedError(
                     f"quantization: {config.quantization} weights are for our CPU kernels: it takes a CPU, "
@@ -359,6 +387,7 @@ def _first_step(message: AllocateKV, has_encoder: bool) -> Step:
         start=0,
         token_ids=pack_ids(tokens),
         block_ids=pack_ids([0]),
+        window_block_ids=pack_ids([0]) if message.num_window_blocks else b"",
         slot=0 if message.num_slots else -1,
         sampling=SamplingSpec(temperature=0.0),
         num_encoder=len(tokens) if has_encoder else 0,

@@ -23,6 +23,7 @@ __all__ = ["Answer", "gather_replies", "late", "pings_answered"]
 
 _CAUSE_S = 1.0  # how long the cause of a failure may take to be heard after its first consequence
 _CAUSE_SHARE = 0.1  # and of the time for an answer at most this much
+_LOOK_S = 0.3  # between two looks at ranks that may take long
 
 Answer = TypeVar("Answer", RankReport, RankReady, StepResult)
 Expected = TypeVar("Expected", RankReport, RankReady, StepResult, Ping)
@@ -34,6 +35,7 @@ def gather_replies(
     timeout_s: float,
     gone: Callable[[int], str],
     report: Report | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> list[Answer]:
     """One answer from every channel, in rank order.
 
@@ -41,6 +43,7 @@ def gather_replies(
         channels: by rank.
         gone: what to say of the rank whose end closed.
         report: told how far all of them together are.
+        watch: called a few times a second meanwhile; what it raises ends the waiting.
 
     Raises:
         UsageError: a rank says that the user's input is wrong.
@@ -55,7 +58,7 @@ def gather_replies(
         for rank, channel in channels.items():
             selector.register(channel, selectors.EVENT_READ, rank)
         while silent := sorted(cast(int, key.data) for key in selector.get_map().values()):
-            ready = _ready(selector, deadline)
+            ready = _ready(selector, deadline, watch)
             if not ready:
                 raise late(silent, timeout_s) if missed is None else _named(silent, missed)
             for rank in ready:
@@ -100,10 +103,16 @@ def late(silent: Sequence[int], timeout_s: float) -> RankError:
     return RankError(f"{named} did not answer within {timeout_s:g} s", only)
 
 
-def _ready(selector: selectors.BaseSelector, deadline: float) -> list[int]:
+def _ready(selector: selectors.BaseSelector, deadline: float, watch: Callable[[], None] | None) -> list[int]:
     """Ranks that say something; none once the deadline is over."""
-    left = deadline - time.monotonic()
-    return [cast(int, key.data) for key, _ in selector.select(left)] if left > 0 else []
+    while (left := deadline - time.monotonic()) > 0:
+        ready = [
+            cast(int, key.data) for key, _ in selector.select(left if watch is None else min(left, _LOOK_S))
+        ]
+        if ready or watch is None:
+            return ready
+        watch()
+    return []
 
 
 def _tell(report: Report | None, shares: Mapping[int, LoadProgress]) -> None:

@@ -62,7 +62,7 @@ def _answer(worker: RankWorker, message: Message, channel: Channel) -> Message:
         case Start():
             return worker.start(message, _reporter(channel))
         case Ping():
-            return message
+            return worker.ping(message)
         case AllocateKV():
             return worker.allocate(message)
         case Step() | Encode():

@@ -18,8 +18,8 @@ from shoal.comm.torch_dist import TorchComm, connect, torchrun_place
 from shoal.errors import EngineError, RankError
 from shoal.messages import AllocateKV, Encode, RankReady, RankReport, Shutdown, Step, StepResult, encode
 from shoal.worker.channel import Channel
-from shoal.worker.executor import Load, make_starts
 from shoal.worker.failures import inline_errors
+from shoal.worker.load import Load, make_starts
 from shoal.worker.rank import RankWorker
 from shoal.worker.replies import Answer, gather_replies
 from shoal.worker.serve import serve

@@ -16,7 +16,8 @@ import shoal.worker.executor as module
 from shoal.errors import CheckpointError, EngineError, RankError
 from shoal.messages import AllocateKV, SequenceStep, Step, StepResult, TokenResult
 from shoal.worker.channel import Channel
-from shoal.worker.executor import InlineExecutor, Load, ProcessExecutor, make_starts
+from shoal.worker.executor import InlineExecutor, ProcessExecutor
+from shoal.worker.load import Load, make_starts
 from support.loads import execute
 
 STEP = Step(step_id=7, sequences=())
@@ -107,7 +108,7 @@ def spawning(monkeypatch: pytest.MonkeyPatch, *programs: str | None) -> list[sub
         spawned.append(subprocess.Popen(command, pass_fds=(channel_fd, life_fd)))
         return spawned[-1]
 
-    monkeypatch.setattr(module, "_spawn", spawn)
+    monkeypatch.setattr("shoal.worker.rank_process._spawn", spawn)
     return spawned
 
 
@@ -170,8 +171,9 @@ def test_a_rank_that_takes_nothing_in_is_given_up(monkeypatch: pytest.MonkeyPatc
     executor = running(monkeypatch, SLEEPS)
     big = module.encode(STEP) + bytes(8 << 20)
     monkeypatch.setattr(module, "encode", lambda message: big)
-    with pytest.raises(RankError, match=r"rank 0 took nothing in for 0\.3 s"):
+    with pytest.raises(RankError, match=r"rank 0 took nothing in for 0\.27 s"):
         execute(executor, STEP)
+    executor.shutdown()
 
 
 def test_an_interrupt_while_waiting_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +187,7 @@ def test_an_interrupt_while_waiting_ends_the_ranks(monkeypatch: pytest.MonkeyPat
         execute(executor, STEP)
     with pytest.raises(EngineError, match="not running"):
         execute(executor, STEP)
+    executor.shutdown()
 
 
 def test_a_look_between_steps_finds_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +198,7 @@ def test_a_look_between_steps_finds_the_dead(monkeypatch: pytest.MonkeyPatch) ->
     victim.wait()
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
         executor.check()
+    executor.shutdown()
 
 
 def test_a_forked_child_leaves_the_ranks_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:

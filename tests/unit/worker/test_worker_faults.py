@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import threading
 import pytest
 
 from shoal.errors import ConfigError
+from shoal.messages import Ping
 from shoal.worker.faults import VARIABLE, Faults
 from support.loads import make_step
 
@@ -37,6 +39,24 @@ def test_a_rank_fails_in_every_step_with_the_token() -> None:
     for step in (1, 2):
         with pytest.raises(RuntimeError):
             asked.before(make_step(step, (0, [5]), (4, [76, 77])))
+
+
+def test_a_rank_that_is_sent_a_signal_fails_at_whatever_comes_next() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        asked = faults("raise@1:signal")
+        asked.before(make_step(7, (0, [5])))
+        asked.before(Ping())
+        signal.raise_signal(signal.SIGUSR1)
+        for message in (Ping(), make_step(8, (0, [5]))):
+            with pytest.raises(RuntimeError, match="SHOAL_FAULT"):
+                asked.before(message)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_sign_of_life_is_no_step() -> None:
+    faults("raise@1:7,raise@1:token=5").before(Ping())
 
 
 def test_a_hanging_rank_never_comes_back() -> None:

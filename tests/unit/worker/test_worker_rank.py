@@ -15,7 +15,7 @@ from shoal.errors import EngineError, ModelNotFoundError, UnsupportedError
 from shoal.fuse import rival
 from shoal.fuse.rival import Race
 from shoal.messages import AllocateKV, RankReport
-from shoal.worker.executor import make_starts
+from shoal.worker.load import make_starts
 from shoal.worker.rank import RankWorker, weight_bytes
 from support import families
 from support.loads import make_load, make_step

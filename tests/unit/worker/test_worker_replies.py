@@ -164,3 +164,12 @@ def test_half_an_answer_is_not_waited_for(group: Group) -> None:
 def test_an_answer_to_something_else_is_refused(group: Group) -> None:
     group.say(0, Step(step_id=1, sequences=()))
     assert str(group.error()) == "rank 0 answered with Step"
+
+
+def test_who_watches_ends_the_waiting(group: Group) -> None:
+    def look() -> None:
+        raise RankError("rank 1 was stopped", 1)
+
+    group.say(0)
+    with pytest.raises(RankError, match="rank 1 was stopped"):
+        gather_replies(group.ours, RankReady, 30, lambda rank: f"rank {rank} is gone", None, look)

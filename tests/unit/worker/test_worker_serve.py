@@ -49,6 +49,9 @@ class FakeWorker:
     def allocate(self, message: AllocateKV) -> RankReady:
         raise MemoryError("no room for pages")
 
+    def ping(self, ping: Ping) -> Ping:
+        return ping
+
     def execute(self, step: Step) -> StepResult:
         if step.step_id == 13:
             raise RuntimeError("bad luck")
