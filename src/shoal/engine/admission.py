@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from shoal.sched.beams import BeamGroup, BeamSpec
 from shoal.sched.request import RequestSpec
 
 __all__ = ["Admission"]
+
+StopFinder = Callable[[SamplingParams], Callable[[Sequence[int]], str | None] | None]
+"""Makes what tells the stop string in which an output ends."""
 
 
 @dataclass(slots=True)
@@ -37,8 +40,17 @@ class Admission:
     decoding: Decoding | None = None  # of encoder-decoders: prompts are their encoders'
     num_admitted: int = 0  # counted by whoever admits: a refused request leaves no trace in later seeds
 
-    def spec(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> RequestSpec:
+    def spec(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        stop_finder: StopFinder | None = None,
+    ) -> RequestSpec:
         """The request as the scheduler takes it.
+
+        Args:
+            stop_finder: for beams, whose text nobody sees before their search is over.
 
         Raises:
             RequestError: not SamplingParams at all, or token ids beyond the vocabulary.
@@ -55,7 +67,8 @@ class Admission:
         barred = stop_ids if params.ignore_eos else stop_ids | self.eos_ids
         assert params.temperature is not None and params.top_p is not None and params.top_k is not None
         assert params.min_p is not None and params.repetition_penalty is not None
-        beams, num_candidates = self._search(params, barred)
+        assert params.no_repeat_ngram_size is not None
+        beams, num_candidates = self._search(params, barred, stop_finder)
         bias = dict.fromkeys(self.decoding.barred_ids if self.decoding else (), -math.inf)
         bias.update(params.logit_bias or {})
         branches = tuple(
@@ -67,11 +80,12 @@ class Admission:
                 repetition_penalty=params.repetition_penalty,
                 presence_penalty=params.presence_penalty,
                 frequency_penalty=params.frequency_penalty,
+                no_repeat_ngram_size=params.no_repeat_ngram_size,
                 seed=seed % 2**64,
                 branch=branch,
                 min_tokens=params.min_tokens,
                 stop_ids=tuple(sorted(barred)) if params.min_tokens else (),
-                logprobs=params.logprobs,
+                logprobs=None if beams else params.logprobs,  # beams bring their candidates'
                 logit_bias=bias or None,
                 num_candidates=num_candidates,
             )
@@ -108,17 +122,24 @@ class Admission:
         }
 
     @staticmethod
-    def _search(params: SamplingParams, ending_ids: frozenset[int]) -> tuple[BeamSpec | None, int]:
+    def _search(
+        params: SamplingParams,
+        ending_ids: frozenset[int],
+        stop_finder: StopFinder | None,
+    ) -> tuple[BeamSpec | None, int]:
         """The beams that are wanted, if any, and how many candidates each must have."""
         if params.num_beams == 1:
             return None, 0
+        assert params.length_penalty is not None and params.early_stopping is not None
         beams = BeamSpec(
             num_beams=params.num_beams,
             num_returned=params.n,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
+            find_stop=stop_finder(params) if stop_finder else None,
         )
-        return beams, BeamGroup.num_candidates(params.num_beams, len(ending_ids))
+        num_needed = BeamGroup.num_candidates(params.num_beams, len(ending_ids))
+        return beams, max(num_needed, params.logprobs or 0)
 
     def _draw_seed(self) -> int:
         text = f"{self.seed}/{self.replica_index}/{self.num_admitted}"

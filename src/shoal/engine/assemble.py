@@ -24,6 +24,7 @@ class Assembly:
         self._leader = branches[0]
         self._tokenizer = tokenizer
         self._wants_logprobs = params.logprobs is not None
+        self._num_top = params.logprobs or 0
         self._shows_stop = params.include_stop_str_in_output
         self._texts = {request.branch: BranchText(tokenizer, params) for request in branches}
         self._open = set(self._texts)
@@ -44,9 +45,11 @@ class Assembly:
         branch = request.branch
         text = self._texts[branch]
         token_ids = [] if token is None else [token.token_id]
-        # Not shown is a token that ended the branch, unless that was asked for.
-        shown = token_ids if reason != "stop" or self._shows_stop else []
-        piece, stop = text.push(shown, request.num_output)
+        # Not shown is a token that ended the branch, unless that was asked for. (Of a stop string in which a
+        # beam ended, the text is cut.)
+        is_shown = reason != "stop" or self._shows_stop or isinstance(update.stop_reason, str)
+        shown = token_ids if is_shown else []
+        piece, stop = text.push(shown, text.num_tokens + len(shown))
         delta = CompletionDelta(branch, piece, token_ids)
         if token is not None and self._wants_logprobs and token.logprob is not None:
             delta.logprobs = [self._logprobs(token, token.logprob)]
@@ -77,7 +80,7 @@ class Assembly:
         """The chosen token first, then the most likely ones in order."""
         decode = self._tokenizer.decode_token
         entries = {token.token_id: TokenLogprob(chosen, token.rank, decode(token.token_id))}
-        pairs = zip(token.top_ids, token.top_logprobs, strict=True)
+        pairs = zip(token.top_ids[: self._num_top], token.top_logprobs, strict=False)  # beams know more
         for place, (token_id, logprob) in enumerate(pairs, start=1):
             entries.setdefault(token_id, TokenLogprob(logprob, place, decode(token_id)))
         return entries

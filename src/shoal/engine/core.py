@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from shoal.engine.admission import Admission
 from shoal.engine.assemble import Assembly
 from shoal.engine.outputs import CompletionDelta, RequestDelta
 from shoal.engine.protocol import EngineInfo, EngineStats
+from shoal.engine.stops import stop_finder
 from shoal.engine.supervisor import RestartPolicy, Supervisor
 from shoal.engine.suspects import Suspects
 from shoal.engine.text import Tokenizer
@@ -61,6 +63,7 @@ class EngineCore:
         self.info = info
         self._scheduler = scheduler
         self._admission = admission
+        self._stop_finder = partial(stop_finder, tokenizer)
         self._steps_in_flight = steps_in_flight
         self._assemblies: dict[str, Assembly] = {}
         self._counters = _Counters()
@@ -68,14 +71,18 @@ class EngineCore:
         self._was_lowered = False
         self.supervisor = Supervisor(executor, restarts or RestartPolicy())
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Take a request in.
+
+        Returns:
+            how many branches it has; of a search, how many are asked for.
 
         Raises:
             RequestError: it can never be served. Nothing has changed.
             QueueFullError: too many wait. Nothing has changed.
         """
-        branches = self._scheduler.add(self._admission.spec(request_id, prompt_ids, params))
+        spec = self._admission.spec(request_id, prompt_ids, params, self._stop_finder)
+        branches = self._scheduler.add(spec)
         try:
             self._assemblies[request_id] = Assembly(request_id, branches, self.tokenizer, params)
         except BaseException:
@@ -83,6 +90,7 @@ class EngineCore:
             raise
         self._admission.num_admitted += 1
         self._counters.prompt_tokens += len(prompt_ids)
+        return len(branches)
 
     def abort(self, request_id: str) -> None:
         """Forget a request, known or not (it may just have ended); no delta of it comes any more."""
@@ -137,8 +145,11 @@ class EngineCore:
                 return
             self.executor.submit(step)
 
-    def check(self) -> None:
+    def check(self) -> list[RequestDelta]:
         """For moments without a step: see whether the ranks are there, or there again.
+
+        Returns:
+            the end of a request that ranks do not survive, if that shows now.
 
         Raises:
             EngineDeadError: the ranks failed too often.
@@ -146,8 +157,7 @@ class EngineCore:
         if _log.isEnabledFor(logging.DEBUG):
             self.check_integrity()
         lost = self.supervisor.look()
-        if lost is not None:
-            self._lose(lost)
+        return [] if lost is None else self._lose(lost)
 
     def interrupted(self) -> None:
         """After an exception from outside in the middle of a step, such as a Ctrl-C: forget the steps in
@@ -172,7 +182,14 @@ class EngineCore:
         self._counters.replays += num_running
         is_trial = self._suspects.trial is not None
         lost = self._scheduler.reset()
-        _events.warning("%s; starting the ranks anew, %d sequences will be replayed", cause, num_running)
+        _events.warning(
+            "%s; starting the ranks anew, %d sequences will be replayed "
+            "(in flight: %d in their prompt, %d beyond)",
+            cause,
+            num_running,
+            sum(request.num_output == 0 for request in lost),
+            sum(request.num_output > 0 for request in lost),
+        )
         deltas: list[RequestDelta] = []
         is_lowered = isinstance(cause, RankMemoryError) and self._lower_budget()
         if lost and not is_lowered:
@@ -216,6 +233,7 @@ class EngineCore:
             num_queued_requests=scheduler.num_queued_requests,
             num_queued_tokens=scheduler.num_queued_tokens,
             kv_cache_usage=scheduler.cache_usage,
+            kv_cache_window_usage=scheduler.window_cache_usage,
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
             prefix_cache_queries_total=scheduler.num_prefix_queries,

@@ -18,7 +18,7 @@ __all__ = ["Decoding", "read_decoding"]
 _log = logging.getLogger("shoal.engine")
 
 # With the values that change nothing. Beams are for requests to ask for: num_beams.
-_IGNORED = {"num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0}
+_IGNORED = {"num_beams": 1, "encoder_no_repeat_ngram_size": 0, "min_length": 0}
 
 
 @dataclass(frozen=True, slots=True)

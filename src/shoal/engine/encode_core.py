@@ -5,7 +5,7 @@ task and no HTTP.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,10 +43,10 @@ class _Text:
     params: EncodeParams
     num_failures: int = 0
 
-    @property
-    def kind(self) -> tuple[str, int]:
-        """What texts of one step have in common."""
-        return self.params.output, self.params.top_k
+    def goes_with(self, other: _Text) -> bool:
+        """Whether one step may hold both: the same is asked of them, and neither has ended a step."""
+        is_same = (self.params.output, self.params.top_k) == (other.params.output, other.params.top_k)
+        return is_same and not self.num_failures and not other.num_failures
 
     @property
     def num_rows(self) -> int:
@@ -72,7 +72,8 @@ class EncodeCore:
         tasks: makes jobs of what callers ask for.
         max_num_batched_tokens: of one step; a longer text goes alone.
         max_num_seqs: texts of one step.
-        max_num_queued_requests: texts that may wait; None: no bound.
+        max_num_queued_requests: texts that may wait where a call finds room; None: no bound.
+        max_num_queued_tokens: the same for their tokens.
         steps_in_flight: steps that ranks have at once.
     """
 
@@ -87,6 +88,7 @@ class EncodeCore:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
         max_num_queued_requests: int | None = None,
+        max_num_queued_tokens: int | None = None,
         steps_in_flight: int = 1,
     ) -> None:
         self.executor = executor
@@ -97,15 +99,20 @@ class EncodeCore:
         self._max_tokens = max_num_batched_tokens
         self._max_texts = max_num_seqs
         self._max_waiting = max_num_queued_requests
+        self._max_waiting_tokens = max_num_queued_tokens
         self._steps_in_flight = steps_in_flight
-        self._waiting: deque[_Text] = deque()
+        self._waiting: OrderedDict[str, _Text] = OrderedDict()
+        self._num_waiting_tokens = 0
         self._in_flight: deque[list[_Text]] = deque()
         self._aborted: set[str] = set()  # of those in flight
         self._next_step = 1
         self._counters = _Counters()
 
-    def submit(self, request_id: str, token_ids: Sequence[int], params: EncodeParams) -> None:
+    def submit(self, request_id: str, token_ids: Sequence[int], params: EncodeParams) -> int:
         """Take a text in.
+
+        Returns:
+            1, the sequences that it is.
 
         Raises:
             RequestError: it is longer than the model takes.
@@ -117,19 +124,18 @@ class EncodeCore:
                 f"({self.info.max_model_len}); shorten it or pass truncate_prompt_tokens",
                 field="prompt",
             )
-        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already (max_num_queued_requests is {self._max_waiting})"
-            )
-        self._waiting.append(_Text(request_id, token_ids, params))
+        if not params.follows:
+            self._require_room()
+        self._append(_Text(request_id, token_ids, params))
+        return 1
 
     def abort(self, request_id: str) -> None:
         """Forget a request, known or not; no delta of it comes any more."""
-        known = len(self._waiting)
-        self._waiting = deque(text for text in self._waiting if text.request_id != request_id)
-        if any(text.request_id == request_id for batch in self._in_flight for text in batch):
+        if request_id in self._waiting:
+            self._remove(request_id)
+        elif any(text.request_id == request_id for batch in self._in_flight for text in batch):
             self._aborted.add(request_id)
-        elif len(self._waiting) == known:
+        else:
             return
         self._count_end("abort")
 
@@ -161,15 +167,17 @@ class EncodeCore:
         self.supervisor.worked()
         return self._handed_out(self._in_flight.popleft(), result)
 
-    def check(self) -> None:
+    def check(self) -> list[EncodeDelta]:
         """For moments without a step: see whether the ranks are there, or there again.
+
+        Returns:
+            the end of a text that ranks do not survive, if that shows now.
 
         Raises:
             EngineDeadError: the ranks failed too often.
         """
         lost = self.supervisor.look()
-        if lost is not None:
-            self._lose(lost)
+        return [] if lost is None else self._lose(lost)
 
     def interrupted(self) -> None:
         """After an exception from outside in the middle of a step, such as a Ctrl-C: what was in flight
@@ -188,7 +196,7 @@ class EncodeCore:
             num_running=sum(map(len, self._in_flight)),
             num_waiting=len(self._waiting),
             num_queued_requests=len(self._waiting),
-            num_queued_tokens=sum(len(text.token_ids) for text in self._waiting),
+            num_queued_tokens=self._num_waiting_tokens,
             prompt_tokens_total=counters.tokens,
             steps_total=counters.steps,
             requests_total=dict(counters.finished),
@@ -201,16 +209,39 @@ class EncodeCore:
         self.supervisor.stop()
         self.executor.shutdown()
 
+    def _require_room(self) -> None:
+        most, most_tokens = self._max_waiting, self._max_waiting_tokens
+        if most is not None and len(self._waiting) >= most:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait already (max_num_queued_requests is {most})"
+            )
+        if most_tokens is not None and self._num_waiting_tokens >= most_tokens:
+            raise QueueFullError(
+                f"{self._num_waiting_tokens} tokens wait already (max_num_queued_tokens is {most_tokens})"
+            )
+
+    def _append(self, text: _Text) -> None:
+        self._waiting[text.request_id] = text
+        self._num_waiting_tokens += len(text.token_ids)
+
+    def _remove(self, request_id: str) -> _Text:
+        text = self._waiting.pop(request_id)
+        self._num_waiting_tokens -= len(text.token_ids)
+        return text
+
     def _next_batch(self) -> list[_Text]:
         """What waits longest, and those behind it that go with it, up to the budget."""
-        first = self._waiting.popleft()
-        batch, tokens = [first], len(first.token_ids)
-        while self._waiting and len(batch) < self._max_texts:
-            text = self._waiting[0]
+        batch: list[_Text] = []
+        tokens = 0
+        for text in self._waiting.values():
             tokens += len(text.token_ids)
-            if tokens > self._max_tokens or text.kind != first.kind or text.num_failures + first.num_failures:
+            if batch and (tokens > self._max_tokens or not text.goes_with(batch[0])):
                 break
-            batch.append(self._waiting.popleft())
+            batch.append(text)
+            if len(batch) == self._max_texts:
+                break
+        for text in batch:
+            self._remove(text.request_id)
         return batch
 
     def _send(self, batch: list[_Text]) -> None:
@@ -259,16 +290,19 @@ class EncodeCore:
             text.num_failures += 1
         self._counters.replays += len(oldest)
         self._put_back()
-        guilty = [text for text in oldest if text.num_failures >= _MOST_FAILURES and len(oldest) == 1]
+        is_known = len(oldest) == 1 and oldest[0].num_failures >= _MOST_FAILURES
+        guilty = [text for text in oldest if is_known and text.request_id in self._waiting]
         for text in guilty:
-            self._waiting.remove(text)
+            self._remove(text.request_id)
             self._count_end("error")
         self.supervisor.lose(cause)
         return [EncodeDelta(t.request_id, None, len(t.token_ids), str(cause)) for t in guilty]
 
     def _put_back(self) -> None:
-        for batch in reversed(self._in_flight):
-            self._waiting.extendleft(t for t in reversed(batch) if t.request_id not in self._aborted)
+        for text in [text for batch in self._in_flight for text in batch][::-1]:
+            if text.request_id not in self._aborted:
+                self._append(text)
+                self._waiting.move_to_end(text.request_id, last=False)
         self._in_flight.clear()
         self._aborted.clear()
 

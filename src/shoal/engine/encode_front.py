@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from shoal.engine.encode_core import EncodeDelta
@@ -29,11 +30,24 @@ def _sink(
     return sink
 
 
+def _taken(index: int, item: EncodeDelta | ShoalError | None) -> Encoding | None:
+    """What a text got; None: it was let in."""
+    if item is None:
+        return None
+    if isinstance(item, ShoalError):
+        raise item
+    if item.encoding is None:
+        raise EngineError(f"text {index} failed: {item.error}")
+    return item.encoding
+
+
 async def run_job_async(loop: EngineLoop, mailbox: Mailbox[Any], job: Job[Output]) -> list[Output]:
     """What the job's texts get, in their order. A cancelled call takes its texts back.
 
+    If the first is let in, so are the others, however many: no queue refuses a call for its size.
+
     Raises:
-        QueueFullError: too many texts wait.
+        QueueFullError: too many texts wait already.
         EngineError: a text failed.
         EngineDeadError: the engine has given up.
     """
@@ -43,17 +57,15 @@ async def run_job_async(loop: EngineLoop, mailbox: Mailbox[Any], job: Job[Output
     try:
         for index, (token_ids, params) in enumerate(job.inputs):
             request_id, sink = waiting[index] = uuid.uuid4().hex, _sink(mailbox, events, arrived, index)
-            loop.submit(request_id, token_ids, params, sink)
+            loop.submit(request_id, token_ids, replace(params, follows=index > 0), sink)
+            if index == 0:
+                _taken(*await arrived.get())
         while waiting:
             index, item = await arrived.get()
-            if item is None:
-                continue
-            del waiting[index]
-            if isinstance(item, ShoalError):
-                raise item
-            if item.encoding is None:
-                raise EngineError(f"text {index} failed: {item.error}")
-            found[index] = item.encoding
+            encoding = _taken(index, item)
+            if encoding is not None:
+                found[index] = encoding
+                del waiting[index]
     finally:
         for request_id, sink in waiting.values():
             loop.abort(request_id, sink)

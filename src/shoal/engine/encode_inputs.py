@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.engine.prompts import resolve_prompt
+from shoal.engine.prompts import listed_prompts, resolve_prompt
 from shoal.engine.protocol import Prompt
 from shoal.engine.text import Tokenizer
 from shoal.errors import RequestError
@@ -46,7 +46,9 @@ class InputMaker:
             RequestError: a prompt cannot be served; its ``index`` says which.
         """
         limit = self._limit(truncate)
-        many = _listed(prompts)
+        many = listed_prompts(prompts)
+        if not many:
+            raise RequestError("prompts: must not be empty", field="prompts")
         plain = {index: prompt for index, prompt in enumerate(many) if isinstance(prompt, str) and prompt}
         made: dict[int, EncodeInput] = {}
         if plain and self._tokenizer.is_present:
@@ -140,13 +142,3 @@ class InputMaker:
                 f"prompt: must have tokens, and none beyond the model's {vocabulary}", field="prompt"
             )
         return made
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; a list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    many: list[Any] = list(prompts)
-    if not many:
-        raise RequestError("prompts: must not be empty", field="prompts")
-    return [many] if all(hasattr(item, "__index__") for item in many) else many

@@ -60,6 +60,7 @@ def encode_core(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_num_queued_requests=config.max_num_queued_requests,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         steps_in_flight=2 if executor.computes_apart else 1,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.engine.encode_core import EncodeCore, EncodeDelta
 from shoal.engine.encode_tasks import Job, Output
@@ -12,7 +13,9 @@ from shoal.errors import EngineError
 __all__ = ["run_job"]
 
 
-def run_job(core: EncodeCore, job: Job[Output], step: Callable[[], list[EncodeDelta]]) -> list[Output]:
+def run_job(
+    core: EncodeCore, job: Job[Output], step: Callable[[], list[EncodeDelta]], show: Callable[[int], None]
+) -> list[Output]:
     """What the job's texts get, in their order.
 
     Texts of like length go together, so that a way that pads wastes little.
@@ -20,9 +23,10 @@ def run_job(core: EncodeCore, job: Job[Output], step: Callable[[], list[EncodeDe
     Args:
         core: that nobody else steps.
         step: steps it.
+        show: called with the number of texts done so far.
 
     Raises:
-        QueueFullError: more texts than may wait; none is served.
+        QueueFullError: too many texts wait already.
         EngineError: a text failed.
     """
     order = sorted(range(len(job.inputs)), key=lambda index: len(job.inputs[index][0]), reverse=True)
@@ -30,13 +34,15 @@ def run_job(core: EncodeCore, job: Job[Output], step: Callable[[], list[EncodeDe
     failed: str | None = None
     try:
         for index in order:
-            core.submit(str(index), *job.inputs[index])
+            token_ids, params = job.inputs[index]
+            core.submit(str(index), token_ids, replace(params, follows=index != order[0]))
         while core.has_work:
             for delta in step():
                 if delta.encoding is None:
                     failed = delta.error
                 else:
                     found[delta.request_id] = delta.encoding
+            show(len(found))
     except BaseException:
         for index in order:
             core.abort(str(index))

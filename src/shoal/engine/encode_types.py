@@ -18,6 +18,7 @@ class EncodeParams:
     type_ids: tuple[int, ...] = ()  # of the text's tokens; none: all alike
     wanted: tuple[int, ...] = ()  # tokens of the text whose words are wanted
     top_k: int = 0
+    follows: bool = False  # another text of its call was let in, and so is this one
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,21 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         return self._loop.stats()
 
-    def require_room(self) -> None:
+    def require_room(self, num_prompts: int = 1, num_branches: int = 1) -> None:
         bound = self._config.max_num_queued_requests
+        if bound is None:
+            return
+        most = self._config.max_num_seqs + bound
+        if (num_prompts - 1) * num_branches >= most:
+            each = "" if num_branches == 1 else f" of {num_branches} branches each"
+            raise RequestError(
+                f"prompt: {num_prompts} prompts{each} in one request, and no more than {most} sequences run "
+                f"and wait (max_num_seqs is {self._config.max_num_seqs}, max_num_queued_requests {bound}); "
+                "send fewer at a time",
+                field="prompt",
+            )
         num_queued = self._loop.stats().num_queued_requests
-        if bound is not None and num_queued >= bound:
+        if num_queued >= bound:
             message = f"{num_queued} requests wait already (max_num_queued_requests is {bound})"
             raise self._timed(QueueFullError(message))
 
@@ -119,11 +130,11 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-        self._check_characters(sum(len(c) for c in contents if isinstance(c, str)), "messages")
-        return self._tokenizer.render_chat(
+        text = self._tokenizer.chat_text(
             messages, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
+        self._check_characters(len(text), "messages")
+        return self._tokenizer.encode_chat(text)
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
@@ -163,7 +174,10 @@ class AsyncLLM:
                 "model: it generates text; start it with runner pooling for vectors", field="model"
             )
         job = await asyncio.to_thread(make, self._tasks)  # which tokenises
-        return await run_job_async(self._loop, self._mailbox, job)
+        try:
+            return await run_job_async(self._loop, self._mailbox, job)
+        except QueueFullError as refusal:
+            raise self._timed(refusal) from None
 
     async def __aenter__(self) -> AsyncLLM:
         return self

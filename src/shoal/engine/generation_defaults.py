@@ -15,7 +15,16 @@ from shoal.sampling_params import SamplingParams
 __all__ = ["eos_token_ids", "model_sampling_defaults", "read_generation_config"]
 
 _FILE = "generation_config.json"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "length_penalty",
+    "early_stopping",
+)
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
@@ -40,8 +49,9 @@ def model_sampling_defaults(folder: str | Path) -> dict[str, Any]:
     """The sampling values a model's authors chose, for ``SamplingParams.with_defaults``.
 
     Returns:
-        those of temperature, top_p, top_k, min_p, repetition_penalty and do_sample that
-        ``generation_config.json`` sets; empty without the file.
+        those of temperature, top_p, top_k, min_p, repetition_penalty, no_repeat_ngram_size, of beams
+        length_penalty and early_stopping, and do_sample that ``generation_config.json`` sets; empty
+        without the file.
 
     Raises:
         CheckpointError: the file is malformed, or a value is out of its range.

@@ -32,10 +32,12 @@ from shoal.home import home
 from shoal.messages import AllocateKV, RankReady, RankReport
 from shoal.model.build import load_config, model_length, steady_length, vocabulary_size
 from shoal.model.pooling import is_pooling, served_class
+from shoal.model.ways import check_way
 from shoal.plan.types import Plan
 from shoal.prove.prove import plan_and_prove
 from shoal.sched.scheduler import Scheduler
-from shoal.worker.executor import Executor, InlineExecutor, Load, ProcessExecutor
+from shoal.worker.executor import Executor, InlineExecutor, ProcessExecutor
+from shoal.worker.load import Load
 from shoal.worker.torchrun import TorchrunExecutor, torchrun_place
 
 __all__ = ["launch"]
@@ -64,9 +66,11 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore | En
     hf_config = load_config(path, config.trust_remote_code)
     check_supported(hf_config)
     model_class = served_class(hf_config, path, config.trust_remote_code, config.runner)
+    pools = is_pooling(hf_config, path, config.runner)
+    check_way(config.way, config.compile, hf_config, pools)
     tokenizer = Tokenizer.load(path, config.trust_remote_code, vocab_size=vocabulary_size(hf_config))
     tasks = None
-    if is_pooling(hf_config, path, config.runner):
+    if pools:
         tasks = encoder_tasks(config, path, hf_config, model_class, tokenizer)
         length = tasks.make.max_length
     else:
@@ -85,15 +89,9 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore | En
             if tasks is None
             else Capacity(length, config.max_num_batched_tokens)
         )
-        pages = AllocateKV(
-            num_blocks=fits.num_blocks,
-            block_size=config.block_size,
-            num_slots=fits.num_slots,
-            step_timeout_s=_step_timeout_s(config, reports),
-        )
-        ready = executor.allocate(pages)
+        ready = executor.allocate(_pages(config, fits, reports))
         info = _info(config, model_class, device, plan, reports, ready, fits, started)
-        _announce(info, reports)
+        _announce(info, reports, hf_config)
         ahead = 2 if _runs_ahead(config, device, executor) else 1
         restarts = RestartPolicy(config.max_restarts, config.restart_window)
         if tasks is not None:
@@ -103,6 +101,16 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore | En
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _pages(config: EngineConfig, fits: Capacity, reports: Sequence[RankReport]) -> AllocateKV:
+    return AllocateKV(
+        num_blocks=fits.num_blocks,
+        block_size=config.block_size,
+        num_window_blocks=fits.num_window_blocks,
+        num_slots=fits.num_slots,
+        step_timeout_s=_step_timeout_s(config, reports),
+    )
 
 
 def _step_timeout_s(config: EngineConfig, reports: Sequence[RankReport]) -> float:
@@ -123,6 +131,7 @@ def _scheduler(config: EngineConfig, fits: Capacity, decoding: Decoding | None) 
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching and fits.keeps_kv and not fits.num_slots,
         num_slots=fits.num_slots or None,
+        window=fits.window,
     )
     return Scheduler(
         cache,
@@ -249,6 +258,8 @@ def _info(
         num_blocks=fits.num_blocks,
         block_size=config.block_size,
         num_slots=fits.num_slots,
+        num_window_blocks=fits.num_window_blocks,
+        window=fits.window.window if fits.window is not None else 0,
         way=reports[0].way,
         attention=reports[0].attention,
         dtype=reports[0].dtype,
@@ -260,7 +271,7 @@ def _info(
     )
 
 
-def _announce(info: EngineInfo, reports: Sequence[RankReport]) -> None:
+def _announce(info: EngineInfo, reports: Sequence[RankReport], hf_config: PreTrainedConfig) -> None:
     for note in reports[0].notes:
         _log.info("%s", note)
     _log.info("attention: %s on %s", info.attention, info.device)
@@ -271,6 +282,14 @@ def _announce(info: EngineInfo, reports: Sequence[RankReport]) -> None:
             rank["weight_bytes"] / 1e6,
             rank["kv_bytes"] / 1e6,
         )
+    if info.num_window_blocks:
+        _log.info(
+            "layers that see %d positions keep no more, in %d blocks of their own",
+            info.window,
+            info.num_window_blocks,
+        )
+    elif info.way in ("padded", "state") and getattr(hf_config.get_text_config(), "sliding_window", None):
+        _log.info("layers that see a window keep all positions: so does every layer on the %s way", info.way)
     _log.info(
         "%s ready in %.1f s: %d blocks of %d tokens, sequences of up to %d",
         info.architecture,

@@ -16,17 +16,19 @@ from shoal.engine.encode_core import EncodeCore
 from shoal.engine.encode_run import run_job
 from shoal.engine.encode_tasks import Classified, EncoderTasks, Job, Output
 from shoal.engine.launch import launch
-from shoal.engine.outputs import RequestOutput
+from shoal.engine.outputs import BeamSearchOutput, RequestOutput
 from shoal.engine.pooling_outputs import (
     EmbeddingRequestOutput,
     FillMaskRequestOutput,
     ScoringRequestOutput,
 )
+from shoal.engine.progress import UseTqdm, progress
+from shoal.engine.prompts import listed_prompts
 from shoal.engine.protocol import EngineInfo, EngineStats, Prompt
-from shoal.engine.results import Collector
+from shoal.engine.results import Collector, beam_search_output
 from shoal.engine.steps import Core, D
 from shoal.errors import EngineDeadError, EngineError, RequestError, UnsupportedError
-from shoal.sampling_params import SamplingParams
+from shoal.sampling_params import BeamSearchParams, SamplingParams
 from shoal.worker.torchrun import serve_rank, torchrun_place
 
 __all__ = ["LLM"]
@@ -90,6 +92,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_finish: OnFinish | None = None,
+        *,
+        use_tqdm: UseTqdm = False,
     ) -> list[RequestOutput]:
         """Serve prompts together.
 
@@ -98,6 +102,7 @@ class LLM:
                 ``{"prompt_token_ids": [...]}`` or a list of token ids.
             sampling_params: for all of them, or one each.
             on_finish: called after each request that ends.
+            use_tqdm: show a progress bar, or the one that is passed.
 
         Returns:
             one output a prompt, in their order.
@@ -109,7 +114,7 @@ class LLM:
         """
         if self._serve_instead():
             return []
-        many = _listed(prompts)
+        many = listed_prompts(prompts)
         params = _each(sampling_params, len(many))
         core = self._generator()
         resolved = []
@@ -121,7 +126,8 @@ class LLM:
                 raise EngineError("generate was called from an on_finish of its own; call it afterwards")
             self._is_running = True
             try:
-                return self._run(self._generator(), resolved, params, on_finish)
+                with progress(use_tqdm, len(many), "Processed prompts", on_finish) as told:
+                    return self._run(self._generator(), resolved, params, told)
             finally:
                 self._is_running = False
 
@@ -130,6 +136,8 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_finish: OnFinish | None = None,
+        *,
+        use_tqdm: UseTqdm = False,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """As :meth:`generate`, for one conversation or several, through the model's chat template."""
@@ -140,7 +148,22 @@ class LLM:
         many = [messages] if isinstance(messages[0], Mapping) else messages
         core = self._generator()
         prompts = [{"prompt_token_ids": core.tokenizer.render_chat(m, **template_kwargs)} for m in many]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, on_finish)
+        return self.generate(prompts, sampling_params, on_finish, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: UseTqdm = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations, searched for as transformers does; vLLM's name and form for what
+        :meth:`generate` does with ``num_beams``.
+
+        Errors as for :meth:`generate`.
+        """
+        if self._serve_instead():
+            return []
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
+        core = self._generator()
+        has_encoder = core.info.way == "seq2seq"
+        return [beam_search_output(output, core.tokenizer, has_encoder) for output in outputs]
 
     def embed(
         self,
@@ -150,6 +173,7 @@ class LLM:
         normalize: bool | None = None,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = False,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each text. Of a model that generates text, load it with ``runner="pooling"``.
 
@@ -160,23 +184,29 @@ class LLM:
             normalize: whether vectors have length 1; None: as the files say, else they have.
             dimensions: only so many of each vector's numbers, for models trained for that.
             truncate_prompt_tokens: what is longer is cut; -1: to what the model takes; None: it is refused.
+            use_tqdm: show a progress bar, or the one that is passed.
 
         Raises:
             RequestError: a text or an option cannot be served; none is.
             UnsupportedError: the model was loaded to generate text.
         """
         return self._encode(
-            lambda tasks: tasks.embed(prompts, pooling, normalize, dimensions, truncate_prompt_tokens)
+            lambda tasks: tasks.embed(prompts, pooling, normalize, dimensions, truncate_prompt_tokens),
+            use_tqdm,
         )
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = False,
     ) -> list[Classified]:
         """The probabilities of a classifier's classes, for each text or for each token of it.
 
         Args and errors as for :meth:`embed`.
         """
-        return self._encode(lambda tasks: tasks.classify(prompts, truncate_prompt_tokens))
+        return self._encode(lambda tasks: tasks.classify(prompts, truncate_prompt_tokens), use_tqdm)
 
     def score(
         self,
@@ -184,6 +214,7 @@ class LLM:
         text_2: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = False,
     ) -> list[ScoringRequestOutput]:
         """How well texts go together: a cross-encoder's score of the pair, or the cosine of their vectors.
 
@@ -193,7 +224,7 @@ class LLM:
 
         Errors as for :meth:`embed`.
         """
-        return self._encode(lambda tasks: tasks.score(text_1, text_2, truncate_prompt_tokens))
+        return self._encode(lambda tasks: tasks.score(text_1, text_2, truncate_prompt_tokens), use_tqdm)
 
     def fill_mask(
         self,
@@ -201,6 +232,7 @@ class LLM:
         *,
         top_k: int = 5,
         truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = False,
     ) -> list[FillMaskRequestOutput]:
         """The likeliest words for each mask token in each text.
 
@@ -209,7 +241,7 @@ class LLM:
 
         Other arguments and errors as for :meth:`embed`.
         """
-        return self._encode(lambda tasks: tasks.fill_mask(prompts, top_k, truncate_prompt_tokens))
+        return self._encode(lambda tasks: tasks.fill_mask(prompts, top_k, truncate_prompt_tokens), use_tqdm)
 
     def shutdown(self) -> None:
         """Stop the ranks. Safe to call twice, and from any thread: a running ``generate`` ends with
@@ -239,7 +271,7 @@ class LLM:
         core: EngineCore,
         resolved: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
-        on_finish: OnFinish | None,
+        on_finish: OnFinish,
     ) -> list[RequestOutput]:
         collectors: dict[str, Collector] = {}
         done = 0
@@ -254,7 +286,7 @@ class LLM:
                 for delta in self._step(core):
                     collectors[delta.request_id].push(delta)
                     done += delta.finished
-                    if delta.finished and on_finish is not None:
+                    if delta.finished:
                         on_finish(done)
         except BaseException:
             for request_id in collectors:
@@ -262,7 +294,7 @@ class LLM:
             raise
         return [collector.final() for collector in collectors.values()]
 
-    def _encode(self, make: Callable[[EncoderTasks], Job[Output]]) -> list[Output]:
+    def _encode(self, make: Callable[[EncoderTasks], Job[Output]], use_tqdm: UseTqdm) -> list[Output]:
         if self._serve_instead():
             return []
         core = self._running()
@@ -271,8 +303,8 @@ class LLM:
                 'model: it was loaded to generate text; pass runner="pooling" for vectors', field="runner"
             )
         job = make(core.tasks)
-        with self._lock:
-            return run_job(core, job, lambda: self._step(core))
+        with self._lock, progress(use_tqdm, len(job.inputs), "Processed prompts") as show:
+            return run_job(core, job, lambda: self._step(core), show)
 
     def _step(self, core: Core[Any, D]) -> list[D]:
         if self._is_stopping:
@@ -280,8 +312,7 @@ class LLM:
         try:
             if core.supervisor.is_recovering:
                 core.supervisor.wait(_LOOK_S)
-                core.check()
-                return []
+                return core.check()
             return core.step()
         except EngineDeadError as error:
             self._give_up(str(error))
@@ -333,22 +364,6 @@ def _naming(index: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise RequestError(f"prompts[{index}]: {error}", error.field, index) from error
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; a list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if hasattr(prompts, "tolist"):  # an array or a tensor: one prompt, or one a row
-        prompts = prompts.tolist()
-    try:
-        many = list(prompts)
-    except TypeError:
-        kind = type(prompts).__name__
-        raise RequestError(f"prompts: must be a prompt or a list of them, got {kind}", "prompts") from None
-    if many and all(hasattr(item, "__index__") for item in many):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
 
 
 def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

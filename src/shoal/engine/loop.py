@@ -19,8 +19,8 @@ from shoal.errors import EngineDeadError, EngineError, ShoalError
 __all__ = ["EngineLoop", "Sink"]
 
 _log = logging.getLogger("shoal.engine")
-_WATCH_S = 0.5  # how often an idle engine looks whether its ranks live
-_MOST_COMMANDS = 64  # between two steps, some 5 ms: those who run don't wait for thousands who arrive
+_WATCH_S = 0.2  # how often an idle engine looks whether its ranks live
+_MOST_TAKEN = 64  # sequences, between two steps, some 5 ms: who runs doesn't wait for thousands who arrive
 
 Sink = Callable[[Any], None]
 """Called on the engine's thread: None when the request is taken in, then its deltas; or an error, last."""
@@ -58,6 +58,7 @@ class EngineLoop:
         self._commands: deque[_Submission | _Abort] = deque()
         self._num_open = 0
         self._stopping = False
+        self._is_nudged = False  # the ranks are back, or never will be
         self._cause: BaseException | None = None
         self._sinks: dict[str, Sink] = {}  # the engine thread's own
         self._stats = core.stats()
@@ -118,6 +119,7 @@ class EngineLoop:
     def _nudge(self) -> None:
         """Have the engine's thread look up."""
         with self._wake:
+            self._is_nudged = True
             self._wake.notify_all()
 
     def _post(self, command: _Submission | _Abort) -> bool:
@@ -132,11 +134,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                deltas = self._core.step()
-                self._stats = self._core.stats()  # before its deltas: who has seen the end finds it counted
-                for delta in deltas:
-                    self._deliver(delta)
-                self._flush()
+                self._hand_out(self._core.step())
         except BaseException as error:  # the thread's boundary: whatever it is, every waiter is answered
             if not isinstance(error, EngineDeadError):
                 _log.exception("the engine failed")
@@ -148,41 +146,58 @@ class EngineLoop:
         """Take commands in; False when it is time to stop."""
         num_taken = 0
         while True:
+            while self._has_waited():
+                self._hand_out(self._core.check())  # not under the lock: who submits does not wait for it
             with self._wake:
-                while not (self._commands or self._stopping or self._core.can_step):
-                    self._wake.wait(_WATCH_S)
-                    self._core.check()
-                    self._stats = self._core.stats()
                 if self._stopping:
                     return False
-                is_due = self._core.can_step and num_taken >= _MOST_COMMANDS
+                is_due = self._core.can_step and num_taken >= _MOST_TAKEN
                 command = self._commands.popleft() if self._commands and not is_due else None
             if command is None:
                 return True
-            self._take(command)
+            num_taken += self._take(command)
             self._stats = self._core.stats()
-            num_taken += 1
-            if not self._commands or num_taken >= _MOST_COMMANDS:
+            if not self._commands or num_taken >= _MOST_TAKEN:
                 self._flush()
 
-    def _take(self, command: _Submission | _Abort) -> None:
+    def _has_waited(self) -> bool:
+        """Wait a moment for something to do; False, at once, if there is something."""
+        with self._wake:
+            if self._commands or self._stopping or self._core.can_step:
+                return False
+            if not self._is_nudged:
+                self._wake.wait(_WATCH_S)
+            self._is_nudged = False
+            return True
+
+    def _take(self, command: _Submission | _Abort) -> int:
+        """Obey; returns the work that was, counted in sequences."""
         if isinstance(command, _Submission):
-            self._admit(command)
-        elif self._sinks.get(command.request_id) is command.sink:
+            return self._admit(command)
+        if self._sinks.get(command.request_id) is command.sink:
             self._forget(command.request_id)
             self._core.abort(command.request_id)
+        return 1
 
-    def _admit(self, new: _Submission) -> None:
+    def _admit(self, new: _Submission) -> int:
         try:
-            self._core.submit(new.request_id, new.prompt_ids, new.params)
+            num_sequences = self._core.submit(new.request_id, new.prompt_ids, new.params)
         except Exception as error:  # nothing has changed, so whatever it is, it is this request's alone
             self._count_answered()
             self._tell(new.sink, error if isinstance(error, ShoalError) else _unexpected(error))
-            return
+            return 1
         self._sinks[new.request_id] = new.sink
         if not self._tell(new.sink, None):
             self._forget(new.request_id)
             self._core.abort(new.request_id)
+        return num_sequences
+
+    def _hand_out(self, deltas: Sequence[Delta]) -> None:
+        self._stats = self._core.stats()  # before its deltas: who has seen the end finds it counted
+        for delta in deltas:
+            self._deliver(delta)
+        if deltas:
+            self._flush()
 
     def _deliver(self, delta: Delta) -> None:
         sink = self._sinks.get(delta.request_id)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CompletionDelta", "CompletionOutput", "RequestDelta", "RequestOutput", "TokenLogprob"]
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionDelta",
+    "CompletionOutput",
+    "RequestDelta",
+    "RequestOutput",
+    "TokenLogprob",
+]
 
 
 @dataclass(slots=True)
 class TokenLogprob:
     """One candidate token at one position."""
 
-    logprob: float  # natural log, from the raw logits
+    logprob: float  # natural log, from the raw logits; of beams after all edits: what the search adds up
     rank: int | None = None  # 1 is the most likely
     decoded_token: str = ""
 
@@ -64,3 +72,22 @@ class RequestDelta:
     finished: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence that a search has found."""
+
+    tokens: list[int]  # prompt and output, with what ended it; of an encoder-decoder the output alone
+    logprobs: list[dict[int, TokenLogprob]]  # of each output token and its likeliest rivals
+    cum_logprob: float
+    text: str | None  # of the tokens; None without a tokenizer
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What :meth:`shoal.LLM.beam_search` has found for one prompt."""
+
+    sequences: list[BeamSearchSequence]  # as many as beams, the best first

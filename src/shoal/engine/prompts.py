@@ -11,7 +11,7 @@ from typing import Any
 from shoal.engine.protocol import Prompt
 from shoal.errors import RequestError
 
-__all__ = ["BothPrompts", "resolve_prompt"]
+__all__ = ["BothPrompts", "listed_prompts", "resolve_prompt"]
 
 _KEYS = ("prompt", "prompt_token_ids")
 _BOTH_KEYS = ("encoder_prompt", "decoder_prompt")
@@ -25,6 +25,24 @@ class BothPrompts(list[int]):
     def __init__(self, encoder_ids: Sequence[int], decoder_ids: Sequence[int]) -> None:
         super().__init__(encoder_ids)
         self.decoder_ids = list(decoder_ids)
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list; a list of integers is one prompt of token ids.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or a tensor: one prompt, or one a row
+        prompts = prompts.tolist()
+    try:
+        many: list[Any] = list(prompts)
+    except TypeError:
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts: must be a prompt or a list of them, got {kind}", "prompts") from None
+    return [many] if many and all(hasattr(item, "__index__") for item in many) else many
 
 
 def resolve_prompt(prompt: Prompt, encode: _Encode, vocab_size: int) -> tuple[str | None, list[int]]:

@@ -39,6 +39,8 @@ class EngineInfo:
     device: str
     way: str = "paged"  # how the model is served
     num_slots: int = 0  # states kept; 0: the model keeps none
+    num_window_blocks: int = 0  # of layers that keep no more than they see; 0: all keep all
+    window: int = 0  # positions that these see
     plan_summary: tuple[tuple[str, str, str], ...] = ()  # (pattern, how split, per rank)
     ranks: tuple[Mapping[str, int], ...] = ()  # rank, weight_bytes, kv_bytes, kv_bytes_per_token, bytes_read
     load_s: float = 0.0
@@ -53,7 +55,8 @@ class EngineStats:
     num_waiting: int = 0
     num_queued_requests: int = 0  # of these, beyond what the next step has room for
     num_queued_tokens: int = 0  # prompt tokens of all that wait
-    kv_cache_usage: float = 0.0  # share of blocks in use, 0 to 1
+    kv_cache_usage: float = 0.0  # share of blocks in use, 0 to 1: of the kind of which there are fewer left
+    kv_cache_window_usage: float = 0.0  # of the blocks of layers that keep no more than a window
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     prefix_cache_queries_total: int = 0  # tokens looked up
@@ -87,11 +90,16 @@ class Frontend(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def require_room(self) -> None:
+    def require_room(self, num_prompts: int = 1, num_branches: int = 1) -> None:
         """Refuse early what :meth:`stream` would refuse, so that nobody reads its prompt in vain.
+
+        Args:
+            num_prompts: that are to be submitted together.
+            num_branches: of each.
 
         Raises:
             QueueFullError: too many requests wait, as of the last step.
+            RequestError: there would be too many if nobody waited; ``field`` is ``prompt``.
         """
         ...
 

@@ -1,14 +1,22 @@
-"""Deltas put together into whole outputs. Knows no engine."""
+"""Deltas put together into whole outputs, and those of a search in their own form. Knows no engine."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 
-from shoal.engine.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
+from shoal.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionDelta,
+    CompletionOutput,
+    RequestDelta,
+    RequestOutput,
+)
+from shoal.engine.text import Tokenizer
 from shoal.sampling_params import SamplingParams
 
-__all__ = ["Collector"]
+__all__ = ["Collector", "beam_search_output"]
 
 
 class Collector:
@@ -55,3 +63,27 @@ class Collector:
         if new.finish_reason is not None:
             branch.finish_reason, branch.stop_reason = new.finish_reason, new.stop_reason
             branch.error = new.error
+
+
+def beam_search_output(output: RequestOutput, tokenizer: Tokenizer, has_encoder: bool) -> BeamSearchOutput:
+    """A search's outcome in vLLM's form.
+
+    Args:
+        output: of a request with ``num_beams`` and ``logprobs``.
+        has_encoder: the prompt was an encoder's, so it is no part of the sequences.
+    """
+    prompt_ids = [] if has_encoder else output.prompt_token_ids
+    sequences = []
+    for branch in output.outputs:
+        tokens = prompt_ids + branch.token_ids
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=branch.logprobs or [],
+                cum_logprob=branch.cumulative_logprob or 0.0,
+                text=tokenizer.decode(tokens, False) if tokenizer.is_present else None,
+                finish_reason=branch.finish_reason,
+                stop_reason=branch.stop_reason,
+            )
+        )
+    return BeamSearchOutput(sequences)

@@ -41,8 +41,8 @@ class Core(Protocol[Params, D]):
         """There is work, and there are ranks for it."""
         ...
 
-    def submit(self, request_id: str, prompt_ids: Sequence[int], params: Params, /) -> None:
-        """Take a request in; a refusal is raised, and nothing has changed."""
+    def submit(self, request_id: str, prompt_ids: Sequence[int], params: Params, /) -> int:
+        """Take a request in, and say of how many sequences; a refusal is raised, and nothing has changed."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -53,8 +53,8 @@ class Core(Protocol[Params, D]):
         """Have one step answered; what it brought."""
         ...
 
-    def check(self) -> None:
-        """For moments without a step: see whether the ranks are there."""
+    def check(self) -> list[D]:
+        """For moments without a step: see whether the ranks are there; what their loss brought."""
         ...
 
     def interrupted(self) -> None:

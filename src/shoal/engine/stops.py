@@ -4,14 +4,17 @@ that ends a sequence: end-of-sequence and stop token ids are for those who see i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from shoal.engine.detokenise import Detokeniser
 from shoal.engine.text import Tokenizer
 from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams
 
-__all__ = ["BranchText", "StopFinder"]
+__all__ = ["BranchText", "StopFinder", "stop_finder"]
+
+_BEFORE = 8  # tokens: the first ones decoded may be parts of a character
 
 
 class StopFinder:
@@ -136,3 +139,34 @@ class BranchText:
             return ""
         tail = self._detokeniser.finish()
         return self._finder.finish() + tail
+
+
+def stop_finder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[Sequence[int]], str | None] | None:
+    """What finds the stop string that an output's last token completes; None where there is none to find.
+
+    For one output after the other, of which only the end is looked at: :class:`BranchText` goes with one, and
+    finds the same.
+    """
+    stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+    if not stops:
+        return None
+    ignored = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    most = max(len(stop.encode()) for stop in stops) + _BEFORE  # a token has a byte at least
+
+    def decoded(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, params.skip_special_tokens)
+
+    def find(token_ids: Sequence[int]) -> str | None:
+        if len(token_ids) <= params.min_tokens or token_ids[-1] in ignored:
+            return None
+        seen = [token for token in token_ids if token not in ignored]
+        start = max(0, len(seen) - most)
+        text = decoded(seen[start:])
+        if text.endswith("\ufffd") or not any(stop in text for stop in stops):
+            return None
+        num_early = sum(token not in ignored for token in token_ids[: params.min_tokens])
+        num_barred = len(decoded(seen[start:num_early]).rstrip("\ufffd"))  # characters: none may end in them
+        starts = [(text.find(stop, max(0, num_barred - len(stop) + 1)), stop) for stop in stops]
+        return min(((at, stop) for at, stop in starts if at >= 0), key=itemgetter(0), default=(0, None))[1]
+
+    return find

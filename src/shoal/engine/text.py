@@ -252,7 +252,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Prompt ids of a conversation, by the model's own chat template.
+        """Prompt ids of a conversation: :meth:`encode_chat` of its :meth:`chat_text`."""
+        return self.encode_chat(
+            self.chat_text(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        )
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """A conversation as one text, by the model's own chat template.
 
         Args:
             messages: each with a ``role``, and ``content`` as text or as text parts
@@ -273,12 +285,20 @@ class Tokenizer:
             raise RequestError(f"chat_template_kwargs: {taken[0]} cannot be set", "chat_template_kwargs")
         plain = _plain_messages(messages)
         try:
-            text = backend.apply_chat_template(
+            text: str = backend.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
             )
         # A template is the model's own program: what it raises, of any kind, is its refusal.
         except Exception as error:
             raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
+        return text
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Prompt ids of what :meth:`chat_text` gave.
+
+        Raises:
+            RequestError: there are none, or it is not valid Unicode.
+        """
         # The template writes the special tokens itself.
         ids = self._tokenise(text, "messages", add_special_tokens=False)
         if not ids:

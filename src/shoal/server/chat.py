@@ -42,6 +42,7 @@ _TEMPLATE_ARGUMENTS_REFUSED = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",

@@ -47,7 +47,7 @@ async def create_completion(request: Request) -> Response:
         )
     echoes = _echoes(prompts, body.echo)
     params = body.sampling_params()
-    state.serving()
+    state.serving(len(prompts), body.n)
     answer = new_answer(request, "cmpl", "text_completion", model, body.n)
     deltas = deltas_of(state, prompts, params, answer)
     if body.stream:

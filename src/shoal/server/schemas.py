@@ -31,10 +31,10 @@ _MOST_BRANCHES = 128  # OpenAI's limit of n
 _MOST_LOGPROBS = 20
 _MOST_STOP_CHARACTERS = 1024  # of one stop string
 _MOST_ITEMS = {"messages": 16384, "stop": 64, "stop_token_ids": 1024, "logit_bias": 1024}
-# Fields of a JSON text take a microsecond each to read, items of a list 50 ns, and nobody else is served
-# meanwhile. Characters that may separate them are counted in no time.
-_MOST_COLONS = 100_000
-_MOST_COMMAS = 2_000_000
+# Fields of a JSON text take a microsecond each to read, lists half of one, items of a list 50 ns, and nobody
+# else is served meanwhile. Characters that may begin or separate them are counted in no time.
+_MOST_OF = (("fields", b":", 100_000), ("lists", b"[", 100_000), ("items", b",", 1_000_000))
+_MOST_FIELDS = 1000  # of the body itself
 
 Request_ = TypeVar("Request_", bound="CheckedRequest")
 
@@ -73,6 +73,7 @@ class GenerationRequest(CheckedRequest):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -82,9 +83,9 @@ class GenerationRequest(CheckedRequest):
     ignore_eos: bool = False
     min_tokens: int = 0
     forced_bos_token_id: int | None = None
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
+    num_beams: int = 1  # above 1: beam search as in transformers; n of them are answers
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     use_beam_search: bool = False  # vLLM's: as many beams as answers
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool = True
@@ -207,7 +208,7 @@ def parse(kind: type[Request_], data: bytes) -> Request_:
         RequestError: not JSON, not an object, or a field that is wrong; ``field`` names it.
         UnsupportedError: a field asks for what shoal does not have.
     """
-    for kind_of, character, most in (("fields", b":", _MOST_COLONS), ("items", b",", _MOST_COMMAS)):
+    for kind_of, character, most in _MOST_OF:
         if (count := data.count(character)) > most:
             raise RequestError(
                 f"the body holds too many {kind_of}: at most {most} of {character.decode()!r}, got {count}"
@@ -218,6 +219,8 @@ def parse(kind: type[Request_], data: bytes) -> Request_:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {reprlib.repr(body)}")
+    if len(body) > _MOST_FIELDS:
+        raise RequestError(f"the body has too many fields: at most {_MOST_FIELDS}, got {len(body)}")
     given = {name: value for name, value in body.items() if value is not None}
     refuse_unsupported({name: value for name, value in given.items() if name not in kind.model_fields})
     for name, most in _MOST_ITEMS.items():

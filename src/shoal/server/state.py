@@ -61,12 +61,15 @@ class ServerState:
         """Loading, serving, recovering or draining: anything but given up."""
         return self.frontend is None or self.frontend.is_alive
 
-    def serving(self) -> Frontend:
+    def serving(self, num_prompts: int = 1, num_branches: int = 1) -> Frontend:
         """The engine, for a new request. One that recovers still takes requests; they wait.
+
+        Args:
+            num_prompts, num_branches: of the request, see :meth:`Frontend.require_room`.
 
         Raises:
             Fault: 503 while loading or draining, and after the engine gave up.
-            QueueFullError: it would be refused, so that its prompt need not be looked at.
+            QueueFullError, RequestError: it would be refused, so that its prompt need not be looked at.
         """
         if self.draining:
             raise _unavailable("the server is shutting down", "draining")
@@ -74,7 +77,7 @@ class ServerState:
             raise _unavailable("the model is still loading", "loading", retry_after_s=5)
         if not self.frontend.is_alive:
             raise _unavailable("the engine has stopped after a failure", "engine_dead")
-        self.frontend.require_room()
+        self.frontend.require_room(num_prompts, num_branches)
         return self.frontend
 
     @contextlib.contextmanager

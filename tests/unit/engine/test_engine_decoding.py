@@ -49,12 +49,10 @@ def test_a_decoder_that_begins_with_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_done_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = folder(
-        tmp_path, decoder_start_token_id=2, num_beams=4, no_repeat_ngram_size=3, bad_words_ids=[[5], [6, 7]]
-    )
+    path = folder(tmp_path, decoder_start_token_id=2, num_beams=4, min_length=3, bad_words_ids=[[5], [6, 7]])
     with caplog.at_level(logging.WARNING, "shoal.engine"):
         assert read_decoding(path, T.BartConfig(), 100).barred_ids == (5,)
-    assert "num_beams 4, no_repeat_ngram_size 3, bad_words_ids of several tokens" in caplog.text
+    assert "num_beams 4, min_length 3, bad_words_ids of several tokens" in caplog.text
 
 
 def admission(decoding: Decoding | None) -> Admission:

@@ -147,6 +147,21 @@ def test_too_long_and_too_many_are_refused() -> None:
         core.submit("c", [1], EncodeParams())
 
 
+def test_texts_of_a_call_that_found_room_are_all_let_in() -> None:
+    core = make_core(SumExecutor(), max_num_queued_requests=2, max_num_queued_tokens=5)
+    core.submit("a", [1, 2, 3], EncodeParams())
+    for name in "bc":
+        core.submit(name, [1, 2, 3], EncodeParams(follows=True))
+    with pytest.raises(QueueFullError, match="max_num_queued_requests is 2"):
+        core.submit("d", [1], EncodeParams())
+    for name in "cba":
+        core.abort(name)
+    assert core.stats().num_queued_tokens == 0
+    core.submit("j", [1] * 6, EncodeParams())
+    with pytest.raises(QueueFullError, match=r"6 tokens wait already \(max_num_queued_tokens is 5"):
+        core.submit("k", [1], EncodeParams())
+
+
 def test_an_aborted_text_is_not_answered() -> None:
     core = make_core(SumExecutor())
     core.submit("a", [1], EncodeParams())

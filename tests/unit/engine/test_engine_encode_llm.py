@@ -84,6 +84,15 @@ def test_an_encoder_generates_nothing_and_says_so(llm: LLM) -> None:
         llm.embed([])
 
 
+def test_progress_over_texts_is_shown_where_it_is_asked_for(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(llm.embed(encoders.TEXTS, use_tqdm=True)) == len(encoders.TEXTS)
+    assert f"{len(encoders.TEXTS)}/{len(encoders.TEXTS)}" in capsys.readouterr().err
+    llm.embed(encoders.TEXTS)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_length_beyond_the_models_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="65 is more than the model was made for"):
         LLM(str(folder), max_model_len=65)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,17 +133,32 @@ def test_a_full_queue_is_known_before_a_prompt_is_read_and_says_when_to_come_aga
     run(test)
 
 
+def test_more_prompts_than_run_and_wait_are_no_matter_of_coming_again(open_engine: Open) -> None:
+    async def test() -> None:
+        engine = open_engine(max_num_queued_requests=2)  # and 256 run
+        engine.require_room(258)
+        engine.require_room(3, 128)  # the last one finds two places taken
+        for num_prompts, num_branches in ((259, 1), (4, 128)):
+            with pytest.raises(RequestError, match="max_num_queued_requests 2") as refused:
+                engine.require_room(num_prompts, num_branches)
+            assert refused.value.field == "prompt"
+        await engine.shutdown()
+
+    run(test)
+
+
 @pytest.mark.parametrize("prompt", ["a" * 65, [97] * 65, {"prompt_token_ids": [97] * 65}])
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
     open_engine: Open, prompt: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
         engine = open_engine()
-        monkeypatch.setattr(engine, "_tokenizer", None)
+        template = SimpleNamespace(chat_text=lambda messages, **_: "".join(messages), encode_chat=None)
+        monkeypatch.setattr(engine, "_tokenizer", template)
         with pytest.raises(RequestError, match=r"has 65 (characters|tokens).* shorten it"):
             await anext(aiter(engine.stream(prompt, LONG)))  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="messages: has 66 characters") as refused:
-            engine.render_chat([{"role": "user", "content": "a" * 33}] * 2)
+            engine.render_chat(["a" * 33] * 2)  # type: ignore[list-item]
         assert refused.value.field == "messages"
         await engine.shutdown()
 

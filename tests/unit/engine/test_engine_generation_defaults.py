@@ -21,6 +21,7 @@ def write(folder: Path, content: Any) -> None:
 
 def test_sampling_values_are_read_and_everything_else_left(tmp_path: Path) -> None:
     chosen = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    chosen |= {"no_repeat_ngram_size": 3, "length_penalty": 2.0, "early_stopping": "never"}
     write(tmp_path, {**chosen, "do_sample": True, "max_new_tokens": 5, "eos_token_id": 2})
     assert model_sampling_defaults(tmp_path) == {**chosen, "do_sample": True}
 

@@ -118,6 +118,52 @@ def test_states_get_what_they_need_and_at_most_half_of_what_keys_and_values_shar
         capacity_of(config, [report(0, 0, 99, state_bytes=100, way="state")], 95)
 
 
+def shared(full: int, windowed: int, budget: int, **options: Any) -> tuple[int, int]:
+    """Blocks of 10 tokens, of layers that keep all and of those that see 20 positions."""
+    given: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 10,
+        "enable_prefix_caching": False,
+        **options,
+    }
+    config = make_config(model="m", block_size=10, **given)
+    window = {"window": 20, "window_bytes_per_token": windowed}
+    fits = capacity_of(
+        config, [report(0, full + windowed, budget, **window)], given.get("max_model_len", 1000)
+    )
+    assert fits.window is not None and fits.window.window == 20
+    used = 10 * (full * fits.num_blocks + windowed * fits.window.num_blocks)
+    assert used <= budget or "num_gpu_blocks_override" in options
+    return fits.num_blocks, fits.window.num_blocks
+
+
+def test_windows_get_what_they_need_and_the_rest_holds_more_blocks() -> None:
+    """Four sequences of three blocks and two steps of one block: 14, where without windows all had 150."""
+    assert shared(full=1, windowed=5, budget=9000) == (400, 14)
+    assert shared(full=1, windowed=5, budget=3000) == (230, 14)
+    assert shared(full=1, windowed=5, budget=3000, enable_prefix_caching=True) == (170, 26)
+
+
+def test_scarce_memory_goes_half_to_windows_unless_the_longest_sequence_needs_it() -> None:
+    assert shared(full=1, windowed=5, budget=1200, max_model_len=500) == (60, 12)
+    assert shared(full=5, windowed=1, budget=3000, max_num_seqs=100, max_model_len=400) == (50, 50)
+    assert shared(full=1, windowed=5, budget=1200) == (95, 5), "down to one sequence's three and two steps"
+    assert shared(full=1, windowed=5, budget=300) == (5, 5), "too few for a window: none gives one back"
+
+
+def test_where_all_layers_see_a_window_a_sequence_may_be_longer_than_the_cache() -> None:
+    assert shared(full=0, windowed=5, budget=600) == (400, 12)
+    assert shared(full=0, windowed=5, budget=100) == (2, 2)
+    assert shared(full=1, windowed=5, budget=0, num_gpu_blocks_override=9) == (9, 9)
+    assert shared(full=1, windowed=5, budget=0, num_gpu_blocks_override=90) == (90, 14)
+
+
+def test_a_window_that_no_sequence_outgrows_is_none() -> None:
+    config = make_config(model="m", block_size=10)
+    kept = report(0, 6, 600, window=95, window_bytes_per_token=3)
+    assert capacity_of(config, [kept], 95).window is None
+
+
 def test_where_nothing_is_kept_a_step_holds_the_longest_sequence(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(model="m", max_num_batched_tokens=64)
     fits = capacity_of(config, [report(0, 0, 0, way="recompute")], 95)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -115,6 +115,41 @@ def test_generate_within_its_own_callback_is_refused(llm: LLM) -> None:
     with pytest.raises(EngineError, match="on_finish"):
         llm.generate(["a"], THREE, lambda _: void(llm.generate("b", THREE)))
     assert texts(llm, "a") == ["bcd"]
+
+
+class Bar:
+    """What is asked of tqdm."""
+
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, *, total: int, **_: Any) -> None:
+        self.total, self.n, self.is_open = total, 0, True
+        Bar.made.append(self)
+
+    def update(self, count: int) -> None:
+        self.n += count
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.is_open = False
+
+
+def test_progress_is_shown_where_it_is_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+    llm.generate(["a", "b"], THREE, seen.append, use_tqdm=Bar)
+    bar = Bar.made.pop()
+    assert (bar.total, bar.n, bar.is_open, seen) == (2, 2, False, [1, 2])
+    with pytest.raises(RequestError):
+        llm.generate(["a", "b"], [THREE, SamplingParams(max_tokens=3, stop_token_ids=[500])], use_tqdm=Bar)
+    assert not Bar.made.pop().is_open, "closed whatever happens"
+    assert llm.chat([{"role": "user", "content": "a"}], THREE, use_tqdm=Bar) and Bar.made.pop().n == 1
+    capsys.readouterr()
+    llm.generate(["a", "b"], THREE, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+    llm.generate(["a", "b"], THREE, use_tqdm=False)
+    assert capsys.readouterr().err == ""
 
 
 def void(_: object) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import shoal.engine.loop as module
+from shoal.engine.core import EngineCore
 from shoal.engine.loop import EngineLoop
+from shoal.engine.outputs import RequestDelta
 from shoal.errors import EngineDeadError, EngineError, RankError, RequestError
 from shoal.sampling_params import SamplingParams
 from support.engines import CountingExecutor, Gate, make_core
@@ -146,6 +148,21 @@ def test_a_rank_that_dies_in_an_idle_moment_is_noticed(loop: EngineLoop, executo
     assert "signal 9" in str(submit(loop, "a").next())
 
 
+def test_who_ends_while_nothing_can_be_done_is_told(
+    executor: CountingExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that ranks do not survive may be found out between steps."""
+    core = make_core(executor)
+    monkeypatch.setattr(EngineCore, "can_step", False)
+    end = RequestDelta("a", [], finished=True, num_prompt_tokens=1, num_cached_tokens=0)
+    core.check = lambda: [end]  # type: ignore[method-assign]
+    running = EngineLoop(core)
+    inbox = submit(running, "a")
+    assert inbox.next() is None and inbox.next() is end
+    assert running.drain(10)
+    running.stop()
+
+
 def test_a_raising_sink_does_not_keep_the_end_from_the_others(
     loop: EngineLoop, executor: CountingExecutor
 ) -> None:
@@ -236,7 +253,7 @@ def test_sinks_are_flushed_once_a_step_after_all_of_them(executor: CountingExecu
 def test_those_who_run_do_not_wait_for_all_who_arrive(
     executor: CountingExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_COMMANDS", 2)
+    monkeypatch.setattr(module, "_MOST_TAKEN", 2)
     gate, told = Gate(), []
     ended = threading.Semaphore(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import engine_tokenizers
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.stops import BranchText, StopFinder
+from shoal.engine.stops import BranchText, StopFinder, stop_finder
 from shoal.engine.text import Tokenizer
 from shoal.errors import RequestError
 from shoal.sampling_params import SamplingParams
@@ -192,3 +193,28 @@ def test_special_tokens_show_only_if_asked_for() -> None:
     assert run(branch(), ids) == ("ab", None)
     assert run(branch(skip_special_tokens=False), ids) == ("a<|end|>b", None)
     assert run(branch("<|end|>", skip_special_tokens=False), ids) == ("a", "<|end|>")
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+@pytest.mark.parametrize("stops", [["😀"], ["b", "bc", "abc"], ["ca", "語a"], ["aaaaaa"], ["<|end|>"]])
+def test_what_looks_at_ends_alone_finds_what_a_stream_finds(stops: list[str], min_tokens: int) -> None:
+    """At the same token, whatever characters and special tokens lie around."""
+    params = SamplingParams(stop=stops, max_tokens=None, min_tokens=min_tokens)
+    find = stop_finder(TOKENIZER, params)
+    assert find is not None
+    pieces = ["a", "b", "c", "aaa", "😀", "語", "<|end|>"]
+    num_found = 0
+    for seed in range(60):
+        ids = TOKENIZER.encode("".join(random.Random(seed).choices(pieces, k=12)))
+        text = BranchText(TOKENIZER, params)
+        for count in range(1, len(ids) + 1):
+            _, stop = text.push((ids[count - 1],), count)
+            assert find(ids[:count]) == stop, (ids[:count], stop)
+            if stop is not None:
+                num_found += 1
+                break
+    assert num_found or stops == ["<|end|>"]
+
+
+def test_without_stop_strings_there_is_nothing_to_find() -> None:
+    assert stop_finder(TOKENIZER, SamplingParams()) is None

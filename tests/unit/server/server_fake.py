@@ -64,7 +64,7 @@ class FakeFrontend:
         self.totals.num_running = len(self.running)
         return self.totals
 
-    def require_room(self) -> None:
+    def require_room(self, num_prompts: int = 1, num_branches: int = 1) -> None:
         if self.is_full:
             raise QueueFullError("1 requests wait already", retry_after_s=2.5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
 import socket
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from server_fake import SETTINGS, FakeFrontend, live_server
 
-from shoal.server.connections import allow_descriptors
+from shoal.server.connections import _Turns, allow_descriptors
 
 
 def connect(url: str) -> socket.socket:
@@ -138,3 +139,50 @@ def test_fewer_connections_where_there_are_not_enough_descriptors(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert allow_descriptors(2000) == 488
+
+
+def test_of_requests_that_come_at_one_moment_a_few_are_begun_at_a_time_and_in_order():
+    done = []
+
+    async def test():
+        loop, turns = asyncio.get_running_loop(), _Turns()
+        for number in range(20):
+            turns.add(loop, lambda number=number: done.append(number))
+        for _ in range(6):
+            await asyncio.sleep(0)
+            done.append("others")
+
+    asyncio.run(test())
+    numbers = [entry for entry in done if entry != "others"]
+    assert numbers == list(range(20))
+    rounds = "".join("o" if entry == "others" else "x" for entry in done).split("o")
+    assert max(map(len, rounds)) == 8 and done.index("others") < 8
+
+
+def test_a_request_that_waits_for_its_turn_is_read_whole_and_health_goes_before_it():
+    """Its head and its body come in two pieces while many others come at one moment."""
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with live_server(FakeFrontend()) as url, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(url)) for _ in range(60)]
+        for connection in connections:
+            connection.sendall(head)
+        for connection in connections:
+            connection.sendall(body)
+        assert httpx.get(f"{url}/health").status_code == 200
+        for connection in connections:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_of_tiny_chunks_is_read_in_pieces_and_whole():
+    prompt = "a" * 30_000
+    chunks = b"".join(
+        b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "%s", "max_tokens": 1}' % prompt.encode()
+    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    frontend = FakeFrontend()
+    frontend.max_model_len = 40_000
+    with live_server(frontend) as url, connect(url) as connection:
+        connection.sendall(head + chunks + b"0\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    assert frontend.seen[0][0] == prompt

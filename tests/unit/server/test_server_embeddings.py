@@ -118,18 +118,22 @@ def test_a_classifiers_classes_are_told(post_pairs: Post) -> None:
     assert one["num_classes"] == 1 and 0 < one["probs"][0] < 1 and one["label"] == "LABEL_0"
 
 
-def test_texts_of_many_clients_share_steps(folder: Path) -> None:
+def test_texts_of_many_clients_share_steps_and_one_may_bring_more_than_wait(folder: Path) -> None:
+    num_texts = 5 * len(encoders.TEXTS)
+
     async def run() -> tuple[int, list[Any]]:
-        front = AsyncLLM(str(folder), num_threads=1)
+        front = AsyncLLM(str(folder), num_threads=1, max_num_queued_requests=num_texts)
         before = front.stats().steps_total
         found = await asyncio.gather(
             *(front.encode(lambda tasks, text=text: tasks.embed(text)) for text in encoders.TEXTS * 5)
         )
         steps = front.stats().steps_total - before
+        many = await front.encode(lambda tasks: tasks.embed(encoders.TEXTS * 6))
+        assert len(many) > num_texts
         await front.shutdown()
         return steps, found
 
     steps, found = asyncio.run(run())
-    assert steps < 5 * len(encoders.TEXTS)
+    assert steps < num_texts
     got = torch.tensor([one[0].outputs.embedding for one in found[: len(encoders.TEXTS)]])
     torch.testing.assert_close(got, encoders.reference_vectors(folder, encoders.TEXTS), atol=1e-5, rtol=0)

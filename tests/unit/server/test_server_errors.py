@@ -121,6 +121,7 @@ def test_a_bad_completion_field_is_named(ask, change, param):
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"add_generation_prompt": "no"}, "add_generation_prompt"),
     ],

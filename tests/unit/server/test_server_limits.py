@@ -63,12 +63,19 @@ def test_too_many_messages_are_refused_without_a_look_at_each(ask):
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"a":1' + b',"a":1' * 100_000 + b"}", b"[" + b"1," * 2_000_001 + b"1]"]
+    "content",
+    [b'{"a":1' + b',"a":1' * 100_000 + b"}", b"[" + b"1," * 1_000_001 + b"1]", b"[" + b"[]" * 100_000 + b"]"],
+    ids=["fields", "items", "lists"],
 )
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(ask, content, monkeypatch):
     monkeypatch.setattr("shoal.server.schemas.from_json", None)
     answer = ask("POST", "/v1/completions", content=content)
     assert answer.status_code == 400 and "the body holds too many" in answer.json()["error"]["message"]
+
+
+def test_a_body_of_too_many_fields_is_refused_before_each_is_looked_at(ask):
+    answer = ask("POST", "/v1/completions", json={f"field{index}": 1 for index in range(1001)})
+    assert answer.status_code == 400 and "too many fields" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])

@@ -68,6 +68,7 @@ def test_metrics_have_vllm_names_and_count(ask):
     async def scraped() -> str:
         frontend = FakeFrontend()
         frontend.totals.kv_cache_usage = 0.25
+        frontend.totals.kv_cache_window_usage = 0.5
         app = create_app(frontend, SETTINGS)
         create_app(frontend, SETTINGS)  # a second app in the process keeps its own numbers
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -88,6 +89,7 @@ def test_metrics_have_vllm_names_and_count(ask):
     ):  # fmt: skip
         assert samples[(f"shoal:{name}",)] == 0
     assert samples[("shoal:kv_cache_usage_perc",)] == 0.25
+    assert samples[("shoal:kv_cache_window_usage_perc",)] == 0.5
     assert samples[("shoal:generation_tokens_total",)] == 10
     assert samples[("shoal:request_success_total", "length")] == 1
     assert samples[("shoal:time_to_first_token_seconds_count",)] == 1

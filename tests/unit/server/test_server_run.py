@@ -71,13 +71,13 @@ class Served:
                 self.changed.notify_all()
 
     def wait_for(self, pattern: str) -> str:
-        """The first group of the first log line that matches; fails after ten seconds."""
+        """The first group of the first log line that matches; fails after a minute."""
 
         def found() -> re.Match[str] | None:
             return next(filter(None, (re.search(pattern, line) for line in self.lines)), None)
 
         with self.changed:
-            assert self.changed.wait_for(found, 10), f"no {pattern!r} in {self.lines}"
+            assert self.changed.wait_for(found, 60), f"no {pattern!r} in {self.lines}"
             match = found()
             assert match is not None
             return match[1] if match.groups() else ""
