@@ -56,22 +56,9 @@ def logging_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def thread_ranks() -> Iterator[None]:
     """Engines of this test run every rank as a thread: the same code without the processes' start."""
-    import shoal.engine.launch as launching
-    from shoal.worker.executor import Load
-    from support.threads import ThreadExecutor
+    from support.threads import ranks_as_threads
 
-    def threads(config: Any, path: Any, plan: Any) -> ThreadExecutor:
-        return ThreadExecutor(
-            Load(
-                config=config.model_dump(),
-                model_path=str(path),
-                plan=plan.to_dict(),
-                world_size=config.tensor_parallel_size,
-                load_timeout_s=60,
-                step_timeout_s=60,
-            )
-        )
-
-    monkeypatch.setattr(launching, "_executor", threads)
+    with ranks_as_threads():
+        yield

@@ -42,7 +42,8 @@ class EngineConfig(BaseModel):
     cpu_kernels: Literal["auto", "off"] = "auto"  # off: a CPU computes with torch alone
     comm: Literal["auto", "shm", "gloo"] = "auto"  # between CPU ranks: shared memory where they can
     compile: bool = False  # torch.compile of what no kernel of ours computes
-    way: Literal["auto", "paged", "padded", "state", "recompute"] = "auto"  # of a decoder; auto: what proves
+    # How the model is served; auto: the fastest that proves. Which are for which model: shoal.model.ways.
+    way: Literal["auto", "paged", "padded", "state", "recompute", "seq2seq", "packed", "alone"] = "auto"
     num_threads: int | None = Field(default=None, ge=1)  # CPU threads per rank; None: cores / ranks
     cpu_pinning: Literal["auto", "off"] = "auto"  # auto: CPU ranks keep to cores of their own
     async_scheduling: bool | None = None  # a step ahead; None: where the engine has a core for it
@@ -64,6 +65,7 @@ class EngineConfig(BaseModel):
     )  # seconds, then ranks count as hung; None: by speed
     max_restarts: int = Field(default=5, ge=0)  # of failed ranks, within restart_window
     restart_window: float = Field(default=600.0, gt=0)  # seconds
+    standby_ranks: bool = False  # processes that have imported all and wait to replace ranks that fail
     load_timeout: float = Field(default=1800.0, gt=0)  # seconds for a rank to load
 
     @property

@@ -1,16 +1,23 @@
-"""Every tiny family gives transformers' own greedy tokens at every rank count, however the batch is cut."""
+"""Every tiny family gives transformers' own greedy tokens at every rank count, however the batch is cut.
+So does every family of the zoo; the fast suite runs a sample of them, drawn by a seed.
+"""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from shoal import LLM, SamplingParams
 from support import families
 from support.equality import assert_same_tokens
+from support.families_page import SERVED_RANKS
+from support.zoo.catalogue import LISTED, UNLISTED, family_of
+from support.zoo.trial import measure_service
 
 TOKENS = 12
 # (tokens a step, prefix caching, KV blocks): whole prompts; small chunks; chunks in a cache that overflows
@@ -19,6 +26,37 @@ CUTS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 16, "enable_prefix_caching": True},
     "tight": {"max_num_batched_tokens": 24, "enable_prefix_caching": True, "num_gpu_blocks_override": 22},
 }
+SEED, SAMPLE = 2026, 12
+UNSERVED = {"perceiver"}  # it makes vectors of latents, not of tokens
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def zoo() -> list[Any]:
+    """Every family at a rank count drawn by the seed; some of them are in the fast suite."""
+    names = sorted(name for name, family in {**LISTED, **UNLISTED}.items() if family.is_known)
+    draw = random.Random(SEED)
+    sample = draw.sample(names, SAMPLE)
+    return [
+        pytest.param(name, draw.choice(SERVED_RANKS), marks=[] if name in sample else [pytest.mark.full])
+        for name in names
+        if name not in UNSERVED
+    ]
+
+
+@pytest.mark.parametrize(("name", "tp"), zoo())
+def test_a_family_of_the_zoo_equals_transformers(name: str, tp: int) -> None:
+    service = measure_service(family_of(name), [tp])
+    assert service.generated or service.encoded
+    assert service.is_right, service
+
+
+def test_the_page_has_a_row_for_every_family_and_none_is_wrong() -> None:
+    text = PAGE.read_text()
+    if f"transformers {transformers.__version__}." not in text:
+        pytest.skip("the page is of another version of transformers")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert {row[0].removeprefix("| ") for row in rows} >= {**LISTED, **UNLISTED}.keys()
+    assert "; 0 are wrong." in text
 
 
 @pytest.mark.usefixtures("thread_ranks")

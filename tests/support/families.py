@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers as T
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCABULARY = 101  # prime: no rank count divides it
 _SHAPE: dict[str, Any] = {
@@ -79,6 +80,15 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     path = folder / family
     if not path.exists():
         build(family, seed).save_pretrained(path)
+    return path
+
+
+def save_with_words(family: str, folder: Path) -> Path:
+    """The same with a tokenizer: words between spaces, ``w7`` is id 7, whatever it does not know is id 3."""
+    path = save(family, folder / "words")
+    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    T.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="w2", unk_token="w3").save_pretrained(path)
     return path
 
 

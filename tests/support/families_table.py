@@ -1,276 +1,165 @@
-"""Writes docs/families.md: how every family of the zoo is split, and that real ranks give what one gives.
+"""Writes docs/families.md: how every family of the zoo is split, and that it is served.
 
-Run from the project's root, on an idle machine (minutes)::
+Run from the project's root, on an idle machine::
 
     PYTHONPATH=tests python -m support.families_table --output docs/families.md
 
-``--plan-only`` leaves out the ranks, ``--json FILE`` keeps the rows as data, names of families choose some.
+What was measured is kept in a folder, by the digest of all code that it depends on: a run that was stopped
+goes on where it ended. What was not right is measured again. Knows no family.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import hashlib
 import json
 import logging
+import multiprocessing
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 import transformers
 
-from shoal.errors import UnsupportedError
-from shoal.plan.footprint import Footprint, footprint
-from shoal.plan.skeleton import build_on_meta
-from shoal.plan.types import Plan, pattern_of
-from shoal.prove import plan_and_prove
-from support.rank_pool import RankPool, RankPoolError
-from support.zoo.catalogue import LISTED, UNLISTED
-from support.zoo.cell import Reference, make_reference, run_cell
-from support.zoo.encode import LENGTHS, encode
+import shoal
+from support.families_page import SERVED_RANKS, Row, page
+from support.rank_pool import RankPool
+from support.zoo.catalogue import LISTED, UNLISTED, family_of
 from support.zoo.family import Family
-from support.zoo.serve import save
+from support.zoo.split import Split, measure_split
+from support.zoo.trial import Service, measure_service
 
-__all__ = ["Row", "exceptions", "measure"]
-
-RANKS = (2, 3, 4)  # of the listed families
-UNLISTED_RANKS = (2,)
-SERVED_RANKS = (1, 2, 3)  # of encoders, through the engine
-
-
-@dataclasses.dataclass
-class Row:
-    """What the table says of a family; shares are of parameter bytes at 2 ranks."""
-
-    name: str
-    model_class: str = ""
-    ways: str = ""  # what is dealt out, by region
-    column_row: float = 0.0
-    gathered: float = 0.0
-    replicated: float = 0.0
-    largest: float = 0.0  # the largest rank's share of all bytes
-    all_reduces: int = 0  # per forward
-    all_gathers: int = 0
-    seconds: float = 0.0  # of planning and proof
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # "2 eager float64" -> relative error
-    generates: str = ""
-    served_way: str = ""  # of encoders, through the engine's ranks
-    served: dict[str, float] = dataclasses.field(default_factory=dict)  # ranks -> relative error
-    exceptions: list[str] = dataclasses.field(default_factory=list)
-    failure: str = ""
+SECTIONS = (
+    ("The listed families, split over 2, 3 and 4 ranks", LISTED, (2, 3, 4)),
+    ("Families nobody listed, split over 2 ranks", UNLISTED, (2,)),
+)
+_ROOT = Path(__file__).parent
+_TASKS_A_PROCESS = 60  # then it is started anew: engines of many models leave something behind
 
 
-def exceptions(plan: Plan) -> list[str]:
-    """What inside a stack of layers is gathered or whole, by the reason why; what is small does not count."""
-    by_reason: dict[str, list[str]] = {}
-    for pattern, split in plan.params.items():
-        is_meant = split.op in ("gather", "replicate") and ".*." in pattern_of(pattern)
-        if is_meant and "small:" not in split.reason:
-            by_reason.setdefault(f"{split.op}: {split.reason}", []).append(pattern)
-    return [f"{', '.join(f'`{_short(name)}`' for name in names)} {why}" for why, names in by_reason.items()]
+def measure(part: str, name: str, ranks: Sequence[int]) -> Split | Service:
+    """A part of one row, in a worker process."""
+    family = family_of(name)
+    return measure_split(family, _pool(), ranks) if part == "split" else measure_service(family, SERVED_RANKS)
 
 
-def measure(family: Family, pool: RankPool | None, ranks: Sequence[int] = RANKS) -> Row:
-    """Plan a family over each rank count and, given a pool, run it there."""
-    row = Row(family.name)
-    try:
-        _fill(row, family, pool, ranks)
-    except Exception as error:  # a family may fail in any way; the table says how
-        row.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"
-    return row
+@functools.cache
+def _pool() -> RankPool:
+    """This process's ranks."""
+    return RankPool()
 
 
-def _serve(row: Row, family: Family) -> None:
-    """Have an encoder's ranks encode texts of different lengths at once."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = save(family, Path(folder))
-        for count in SERVED_RANKS:
-            try:
-                found = encode(family, path, count)
-            except UnsupportedError as error:
-                row.served_way = f"not served: {str(error)[:200]}"
-                return
-            row.served_way, row.served[str(count)] = found.way, found.error
-
-
-def _fill(row: Row, family: Family, pool: RankPool | None, ranks: Sequence[int]) -> None:
-    model_class, config = family.load()
-    row.model_class = model_class.__name__
-    references: dict[str, Reference] = {}
-    for count in ranks:
-        started = time.monotonic()
-        plan = plan_and_prove(model_class, config, count)
-        if count == ranks[0]:
-            row.seconds = time.monotonic() - started
-            _describe(row, plan, footprint(plan, build_on_meta(model_class, config), 4), model_class, config)
-        if pool is not None:
-            for attention in filter(family.has_attention, family.attention):
-                if attention not in references:
-                    references[attention] = make_reference(family, attention)
-                _run(row, plan, attention, references[attention], pool)
-    if pool is not None and family.kind == "encoder":
-        _serve(row, family)
-
-
-def _describe(row: Row, plan: Plan, costs: Footprint, model_class: type, config: object) -> None:
-    whole = footprint(Plan(1, plan.model_class), build_on_meta(model_class, config), 4).ranks[0].weight_bytes
-    row.column_row = costs.coverage.column_row
-    row.gathered = costs.coverage.gathered
-    row.replicated = costs.coverage.replicated
-    row.largest = max(rank.weight_bytes for rank in costs.ranks) / whole
-    row.ways = "; ".join(
-        f"{_short(region.consumer)} {'+'.join(str(share) for share in region.shares)}"
-        for region in plan.regions
-    )
-    row.exceptions = exceptions(plan)
-
-
-def _short(pattern: str) -> str:
-    """The last two components that say something."""
-    parts = [part for part in pattern.split(".") if part not in ("weight", "*")]
-    return ".".join(parts[-2:])
-
-
-def _run(row: Row, plan: Plan, attention: str, reference: Reference, pool: RankPool) -> None:
-    try:
-        answers = pool.run(run_cell, row.name, plan.to_dict(), attention, reference, ranks=plan.tp)
-    except RankPoolError as error:
-        raise RuntimeError(f"{plan.tp} ranks, {attention}: {error}") from error
-    for at, expected in enumerate(reference.forwards):
-        key = f"{plan.tp} {attention} {str(expected.dtype).removeprefix('torch.')}"
-        error = max(answer.errors[at] for answer in answers)
-        row.errors[key] = max(row.errors.get(key, 0.0), error)
-    if plan.tp == RANKS[0]:
-        row.all_reduces, row.all_gathers = answers[0].all_reduces, answers[0].all_gathers
-    if reference.dtype is not None and row.generates != "no":
-        row.generates = "yes" if all(answer.tokens == reference.tokens for answer in answers) else "no"
-
-
-# ------------------------------------------------------------------ the page
-
-
-def _encoders(rows: list[Row]) -> Iterator[str]:
-    """How encoders are served."""
-    chosen = [row for row in rows if row.served_way]
-    if not chosen:
-        return
-    yield f"Encoders through the engine: {len(LENGTHS)} texts of different lengths at once.\n"
-    yield f"| family | way | {' | '.join(f'{count} rank(s)' for count in SERVED_RANKS)} |"
-    yield "|---|---|" + "---|" * len(SERVED_RANKS)
-    for row in chosen:
-        errors = [
-            f"{row.served[str(count)]:.0e}" if str(count) in row.served else "" for count in SERVED_RANKS
-        ]
-        yield f"| {row.name} | {row.served_way} | {' | '.join(errors)} |"
-    yield ""
-
-
-def page(tables: dict[str, list[Row]]) -> Iterator[str]:
-    versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
-    yield "# Families\n"
-    yield (
-        f"Measured {datetime.now(UTC):%Y-%m-%d} with {versions}, gloo between processes of one machine. "
-        "Made by `make families` (`PYTHONPATH=tests python -m support.families_table`); the models are tiny "
-        "random ones (`tests/support/zoo`), and `tests/ranks/test_ranks_families.py` holds them to this.\n"
-    )
-    yield from _legend()
-    for title, rows in tables.items():
-        yield f"## {title}\n"
-        yield from _table(rows)
-        yield from _encoders(rows)
-        yield from _exceptions(rows)
-
-
-def _legend() -> Iterator[str]:
-    yield "- *dealt out*: what each of 2 ranks gets of a region's components (heads, KV groups, neurons)."
-    yield "- *col-row, gathered, whole*: shares of parameters at 2 ranks, vocabulary included."
-    yield "- *largest*: the larger rank's share of the parameter bytes at 2 ranks."
-    yield "- *sums, gathers*: collectives of one forward of the two-layer model at 2 ranks."
-    yield (
-        "- *float64*, *float32*: the largest relative error at every rank count and attention, rows "
-        "padded left and right; float32 is where the model's own code gives no finite numbers in float64."
-    )
-    yield "- *greedy*: 8 tokens with cache are the same on every rank; blank: nothing is generated."
-    yield (
-        "- *way* of an encoder: *packed* computes layers on the texts' tokens alone, *padded* on texts of "
-        "like length with a mask, *alone* on one text after the other; beside it the largest relative error "
-        "of vectors and words against transformers, one text at a time."
-    )
-    yield "- *s*: seconds of planning and proof at 2 ranks.\n"
-
-
-def _table(rows: list[Row]) -> Iterator[str]:
-    yield (
-        "| family | class | dealt out | col-row | gathered | whole | largest | sums | gathers | float64 "
-        "| float32 | greedy | s |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        if row.failure:
-            yield f"| {row.name} | {row.model_class} | {row.failure} |||||||||||"
-            continue
-        worst = {
-            dtype: max((error for key, error in row.errors.items() if key.endswith(dtype)), default=None)
-            for dtype in ("float64", "float32")
-        }
-        errors = ["" if error is None else f"{error:.0e}" for error in worst.values()]
-        shares = [f"{share:.1%}" for share in (row.column_row, row.gathered, row.replicated, row.largest)]
-        counts = [str(row.all_reduces), str(row.all_gathers)]
-        cells = [row.name, row.model_class, row.ways, *shares, *counts, *errors, row.generates]
-        yield f"| {' | '.join(cells)} | {row.seconds:.1f} |"
-    yield ""
-
-
-def _exceptions(rows: list[Row]) -> Iterator[str]:
-    named = [row for row in rows if row.exceptions]
-    if named:
-        yield "Inside the layers of these, weights are gathered or whole:\n"
-    for row in named:
-        yield f"- **{row.name}**: {'; '.join(row.exceptions)}"
-    if named:
-        yield ""
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--plan-only", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--ranks", type=int, nargs="+")
-    options = parser.parse_args(arguments)
+def _quieten() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
-    pool = None if options.plan_only else RankPool()
-    tables: dict[str, list[Row]] = {}
-    for what, families, usual in (
-        ("The listed families", LISTED, RANKS),
-        ("Families nobody listed", UNLISTED, UNLISTED_RANKS),
-    ):
-        ranks = options.ranks or usual
-        title = f"{what}, at {', '.join(str(count) for count in ranks)} ranks"
-        chosen = [
-            f for f in families.values() if f.is_known and (not options.names or f.name in options.names)
-        ]
-        for family in chosen:
-            row = measure(family, pool, ranks)
-            tables.setdefault(title, []).append(row)
-            print(f"{row.name}: {row.failure or row.errors}", file=sys.stderr, flush=True)
-    if pool is not None:
-        pool.close()
-    if options.json:
-        rows = {title: [dataclasses.asdict(row) for row in rows] for title, rows in tables.items()}
-        options.json.write_text(json.dumps(rows, indent=1))
-    text = "\n".join(page(tables))
+    transformers.utils.logging.disable_progress_bar()
+
+
+class Kept:
+    """Measured parts in a folder.
+
+    Args:
+        digest: of what they depend on; None: whatever they were measured with is good.
+    """
+
+    def __init__(self, folder: Path, digest: str | None) -> None:
+        self._folder, self._digest = folder, digest
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, part: str, name: str) -> Split | Service | None:
+        """A part, if it is there."""
+        path = self._path(part, name)
+        entry = json.loads(path.read_text()) if path.is_file() else None
+        if entry is None or self._digest not in (None, entry["digest"]):
+            return None
+        return Split(**entry["measured"]) if part == "split" else Service.from_dict(entry["measured"])
+
+    def put(self, part: str, name: str, measured: Split | Service) -> None:
+        """Keep a part."""
+        entry = {"digest": self._digest or sources_digest(), "measured": dataclasses.asdict(measured)}
+        self._path(part, name).write_text(json.dumps(entry, indent=1))
+
+    def _path(self, part: str, name: str) -> Path:
+        return self._folder / f"{name.replace(' ', '_')}.{part}.json"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of the package, the zoo and the versions below them."""
+    found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for folder in (Path(shoal.__file__).parent, _ROOT):
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def measure_all(
+    kept: Kept, sections: Mapping[str, Sequence[tuple[Family, Sequence[int]]]], jobs: int
+) -> None:
+    """Measure what is not kept, or was kept and is not right, several at once."""
+    tasks = [
+        (part, family.name, ranks)
+        for rows in sections.values()
+        for family, ranks in rows
+        for part in ("split", "service")
+        if (found := kept.get(part, family.name)) is None or not found.is_right
+    ]
+    workers = ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), _quieten, max_tasks_per_child=_TASKS_A_PROCESS
+    )
+    running = {workers.submit(measure, *task): task for task in tasks}
+    try:
+        for number, future in enumerate(as_completed(running), 1):
+            part, name, _ = running[future]
+            found = future.result()
+            kept.put(part, name, found)
+            print(f"{number}/{len(tasks)} {name}: {_said(found)}", file=sys.stderr, flush=True)
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def _said(measured: Split | Service) -> str:
+    if isinstance(measured, Split):
+        return measured.failure or f"split, {max(measured.errors.values()):.0e}"
+    trials = [*measured.generated.values(), *measured.encoded.values()]
+    return "; ".join(f"{trial.way} {trial.verdict} {trial.problem}".strip() for trial in trials)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--output", type=Path, help="the page; by default it is printed")
+    parser.add_argument("--rows", type=Path, default=Path("build/families"), help="where rows are kept")
+    parser.add_argument("--keep-all", action="store_true", help="also what was measured with other code")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, beside the ranks'")
+    options = parser.parse_args(arguments)
+    _quieten()
+    sections = {
+        title: [(f, ranks) for f in families.values() if f.is_known and f.name in (options.names or families)]
+        for title, families, ranks in SECTIONS
+    }
+    kept = Kept(options.rows, None if options.keep_all else sources_digest())
+    measure_all(kept, sections, options.jobs)
+    text = "\n".join(
+        page({title: [_row(kept, f) for f, _ in rows] for title, rows in sections.items() if rows})
+    )
     if options.output:
         options.output.write_text(text, encoding="utf-8")
     else:
         print(text)
+
+
+def _row(kept: Kept, family: Family) -> Row:
+    split, service = kept.get("split", family.name), kept.get("service", family.name)
+    assert isinstance(split, Split) and isinstance(service, Service), family.name
+    return Row(family, split, service)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from shoal.config import make_config
 from shoal.messages import SamplingSpec, SequenceStep, Step, StepResult, pack_ids
 from shoal.model.build import causal_class, load_config
 from shoal.prove.prove import plan_and_prove
-from shoal.worker.executor import Executor, Load
+from shoal.worker.executor import Executor
+from shoal.worker.load import Load
 
 GREEDY = SamplingSpec(temperature=0.0)
 

@@ -59,7 +59,12 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=env,
             )
-        wait_until(self._is_up, timeout_s, f"{self.url}/ready")
+        try:
+            wait_until(self._is_up, timeout_s, f"{self.url}/ready")
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def _is_up(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()

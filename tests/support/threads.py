@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from shoal.checkpoint.progress import Report
 from shoal.comm.simulated import SimulatedGroup
+from shoal.config import EngineConfig
+from shoal.errors import RankError
 from shoal.messages import AllocateKV, RankReady, RankReport, Step, StepResult
-from shoal.worker.executor import Load, make_starts
+from shoal.plan.types import Plan
+from shoal.worker.load import Load, make_starts
 from shoal.worker.rank import RankWorker
 
 Result = TypeVar("Result")
+
+_TIMEOUT_S = 120  # of collectives, loads and steps: other processes may want the cores
+
+
+@contextmanager
+def ranks_as_threads() -> Iterator[None]:
+    """Engines that are started meanwhile run every rank as a thread."""
+
+    def executor(config: EngineConfig, path: Path, plan: Plan) -> ThreadExecutor:
+        return ThreadExecutor(
+            Load(
+                config=config.model_dump(),
+                model_path=str(path),
+                plan=plan.to_dict(),
+                world_size=config.tensor_parallel_size,
+                load_timeout_s=_TIMEOUT_S,
+                step_timeout_s=_TIMEOUT_S,
+            )
+        )
+
+    with patch("shoal.engine.launch._executor", executor):
+        yield
 
 
 class ThreadExecutor:
@@ -25,7 +53,7 @@ class ThreadExecutor:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._group = SimulatedGroup(load.world_size, timeout_s=120)
+        self._group = SimulatedGroup(load.world_size, timeout_s=_TIMEOUT_S)
         self._workers = [RankWorker(self._group.comm(rank)) for rank in range(load.world_size)]
         self._pool = ThreadPoolExecutor(load.world_size)
         self._submitted: deque[Step] = deque()
@@ -67,4 +95,7 @@ class ThreadExecutor:
                 raise
 
         futures: list[Future[Any]] = [self._pool.submit(guarded, rank) for rank in range(len(self._workers))]
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        if failures:  # not that of a rank that another one's failure ended
+            raise next((error for error in failures if not isinstance(error, RankError)), failures[0])
         return [future.result() for future in futures]

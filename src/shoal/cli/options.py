@@ -85,7 +85,12 @@ _ENGINE_ONLY = (
         panel=_COMPUTE,
     ),
     _engine("compile", "torch.compile of what no kernel of ours computes.", panel=_COMPUTE),
-    _engine("way", "How a decoder is served; auto: the fastest that proves. For debugging.", panel=_COMPUTE),
+    _engine(
+        "way",
+        "How the model is served; auto: the fastest that proves. Decoders: paged, padded, state, recompute; "
+        "encoders: packed, padded, alone. For debugging.",
+        panel=_COMPUTE,
+    ),
     _engine(
         "comm", "What ranks on CPUs sum over: shared memory, gloo; auto shares where it can.", panel=_COMPUTE
     ),
@@ -191,6 +196,12 @@ SERVER = (
         "max_restarts", "Failures of ranks that are borne within --restart-window seconds.", panel=_SERVER
     ),
     _engine("restart_window", "Seconds that --max-restarts is about.", panel=_SERVER),
+    _engine(
+        "standby_ranks",
+        "Keep a process ready for each rank that may fail: 270 MiB each for a sooner restart.",
+        negative=True,
+        panel=_SERVER,
+    ),
     Flag(
         name="keep_alive_on_failure",
         type=bool,
@@ -215,6 +226,7 @@ SAMPLING = (
     _sampling("top_k", int, "Sample among so many of the most likely tokens; 0 is all.", "the model's"),
     _sampling("min_p", float, "Least probability, as a share of the most likely token's.", "the model's"),
     _sampling("repetition_penalty", float, "Above 1: against tokens that occurred.", "the model's"),
+    _sampling("no_repeat_ngram_size", int, "No run of so many tokens twice; 0: off.", "the model's"),
     _sampling("presence_penalty", float, "Against tokens of the answer so far.", "0"),
     _sampling("frequency_penalty", float, "The same, per occurrence.", "0"),
     _sampling("stop", list[str], "Text that ends an answer; may be repeated."),
@@ -225,9 +237,12 @@ SAMPLING = (
         "forced_bos_token_id", int, "Of encoder-decoders: the first token, often a language.", "the model's"
     ),
     _sampling("num_beams", int, "Above 1: beam search, for so many beams; n of them are answers.", "1"),
-    _sampling("length_penalty", float, "Of beams: above 0 favours long answers.", "1"),
+    _sampling("length_penalty", float, "Of beams: above 0 favours long answers.", "the model's"),
     _sampling(
-        "early_stopping", Literal["on", "off", "never"], "Of beams: on ends with enough answers.", "off"
+        "early_stopping",
+        Literal["on", "off", "never"],
+        "Of beams: on ends with enough answers.",
+        "the model's",
     ),
     _sampling("skip_special_tokens", bool, "Leave special tokens out of the text.", "on", negative=True),
 )

@@ -42,6 +42,7 @@ _BUILDING = threading.RLock()
 _BIG = 1 << 16  # elements from which uninitialised memory goes to meta
 _BIG_CONSTANT = 1 << 24  # the same for zeros and ones, which may be masks that are read
 _MOST_VALUES = 1 << 22  # elements up to which a raw parameter can be given values
+_CHARACTERS = 128  # of models that read characters: enough to tell them apart
 
 
 class BigOnMeta(TorchFunctionMode):
@@ -343,12 +344,14 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def embedding_size(config: Any) -> int:
-    """Vocabulary of the model's ids.
+    """Vocabulary of the model's ids; of a model that has special tokens and reads characters, that of ASCII.
 
     Raises:
-        PlanError: the config names none.
+        PlanError: the config names neither.
     """
     size = vocabulary_size(config)
     if size is not None:
         return size
+    if any(name.endswith("_token_id") and type(value) is int for name, value in vars(config).items()):
+        return _CHARACTERS
     raise PlanError("the config has no vocab_size: only text models can be planned")

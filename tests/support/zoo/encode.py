@@ -17,7 +17,7 @@ from shoal.model.build import load_config
 from shoal.model.encoder import AloneEncoder, Texts
 from shoal.model.pooling import served_class, tasks_of
 from shoal.prove.prove import plan_and_prove
-from shoal.worker.executor import Load
+from shoal.worker.load import Load
 from support.threads import ThreadExecutor
 from support.zoo.build import build
 from support.zoo.family import Family

@@ -4,40 +4,63 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shoal import LLM, SamplingParams
+from shoal.engine.outputs import CompletionOutput
 from shoal.engine.protocol import EngineInfo, EngineStats
 from support.zoo.build import build
-from support.zoo.family import CUSTOM, VOCABULARY, Family
+from support.zoo.family import CUSTOM, NEURONS, VOCABULARY, Family
 
-__all__ = ["TIGHT", "WHOLE", "Served", "greedy", "prompts", "save", "serve"]
+__all__ = ["TIGHT", "UNCACHED", "WHOLE", "Served", "aligned", "greedy", "prompts", "save", "serve"]
 
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
 TIGHT: dict[str, Any] = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 22}
 """Small chunks, and so few blocks that somebody is preempted."""
 
-_LONGEST = 38  # of a prompt
+UNCACHED: dict[str, dict[str, Any]] = {
+    "xlnet": {"use_mems": False},
+    "reformer": {"use_cache": False},
+    "cpmant": {"use_cache": False},
+}
+"""Of these, ``generate`` with a cache computes something else than without: tokens are hashed or masked
+otherwise. What it is asked to do instead."""
+
+_ALIGNED_NEURONS = 256
+_LENGTHS = (1, 2, 3, 4, 5, 9, 23, 38, 17, 17)
 
 
 @dataclass(frozen=True)
 class Served:
     """What an engine gave."""
 
-    tokens: list[list[int]]
+    outputs: list[CompletionOutput]
     info: EngineInfo
     stats: EngineStats
 
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output.token_ids for output in self.outputs]
 
-def prompts(seed: int = 3) -> list[list[int]]:
-    """Random ids of several lengths, some equal, around blocks of 4."""
+
+def prompts(seed: int = 3, lengths: Sequence[int] = _LENGTHS) -> list[list[int]]:
+    """Random ids of several lengths, by default some equal, around blocks of 4."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = (1, 2, 3, 4, 5, 9, 23, _LONGEST, 17, 17)
     return [torch.randint(3, VOCABULARY, (count,), generator=generator).tolist() for count in lengths]
+
+
+def aligned(family: Family) -> Family:
+    """The family with experts that transformers can run: torch's grouped products, which it computes them by,
+    take rows of whole 16 bytes only. A rank's share of them may still be odd.
+    """
+    if not any("expert" in name for name in family.settings):
+        return family
+    settings = {n: _ALIGNED_NEURONS if own == NEURONS else own for n, own in family.settings.items()}
+    return replace(family, settings=settings)
 
 
 def save(family: Family, folder: Path) -> Path:
@@ -69,9 +92,16 @@ def greedy(family: Family, prompt: Sequence[int], count: int, **options: Any) ->
     return found
 
 
-def serve(path: Path, asked: Sequence[Sequence[int]], count: int, tp: int, **options: Any) -> Served:
+def serve(
+    path: Path,
+    asked: Sequence[Sequence[int]],
+    count: int,
+    tp: int,
+    logprobs: int | None = None,
+    **options: Any,
+) -> Served:
     """All prompts at once through an engine of ``tp`` ranks."""
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=logprobs)
     settings: dict[str, Any] = {
         "block_size": 4,
         "kv_cache_memory_bytes": 1 << 25,
@@ -82,4 +112,4 @@ def serve(path: Path, asked: Sequence[Sequence[int]], count: int, tp: int, **opt
     }
     with LLM(str(path), tensor_parallel_size=tp, **settings) as llm:
         found = llm.generate([list(prompt) for prompt in asked], params)
-        return Served([output.outputs[0].token_ids for output in found], llm.info, llm.stats())
+        return Served([output.outputs[0] for output in found], llm.info, llm.stats())

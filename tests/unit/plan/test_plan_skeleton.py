@@ -78,6 +78,10 @@ def test_a_config_without_a_vocabulary_is_refused() -> None:
         embedding_size(T.ViTConfig())
 
 
+def test_a_model_that_reads_characters_names_no_vocabulary() -> None:
+    assert embedding_size(T.CanineConfig()) == 128
+
+
 def depths(model_class: type[nn.Module], config: Any) -> dict[str, int]:
     return cut_depth(model_class, config, build_on_meta(model_class, config)).depths
 
