@@ -1,6 +1,7 @@
 # install  .venv with the package and its development tools      demo   the demo model over two ranks
-# test     the fast suite                                         check  formatting, lint, types, floors
-# full     the whole grids                                        bench  measurements
+# test     the fast suite, two tests at a time                    check  formatting, lint, types, floors
+# slow     what takes minutes a test: kills, floods, soaks        full   everything, the whole grids too
+# bench    measurements
 # soak     twenty minutes of mixed, ill-behaved traffic           flood  500 connections against a queue of 64
 # families docs/families.md anew: every family on real ranks (needs an idle machine)
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MARK := $(VENV)/.installed
 SOAK_MINUTES ?= 20
 
-.PHONY: install demo test check full soak flood families bench clean
+.PHONY: install demo test slow check full soak flood families bench clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("shoal needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -34,7 +35,10 @@ demo: $(MARK)-runtime
 	$(BIN)/python examples/demo.py
 
 test: $(MARK)-dev
-	$(BIN)/python -m pytest -m "not full and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not full and not gpu"
+
+slow: $(MARK)-dev
+	$(BIN)/python -m pytest -m "slow and not full and not gpu"
 
 full: $(MARK)-dev
 	$(BIN)/python -m pytest -m "not gpu"

@@ -10,6 +10,8 @@ from chaos.flood import HEALTH_PROBLEM, HEALTH_S, run
 from support.families import save
 from support.programs import Server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(families_path: Path, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The soak in short, on a tiny model; three minutes of it with the full suite, twenty by ``make soak``."""
+"""The soak in short, on a tiny model: three minutes of it; twenty by ``make soak``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from chaos.soak import CHECKING, run
 from support.families import save
 from support.programs import Server
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.parametrize("minutes", [0.5, pytest.param(3.0, marks=pytest.mark.full)])
-def test_mixed_traffic_leaves_nothing_behind(minutes: float, families_path: Path, tmp_path: Path) -> None:
+_MINUTES = 3.0
+
+
+def test_mixed_traffic_leaves_nothing_behind(families_path: Path, tmp_path: Path) -> None:
     options = ("--num-gpu-blocks-override", "30", "--max-num-queued-requests", "8", "--max-model-len", "256")
     server = Server(str(save("llama", families_path)), *options, *CHECKING, log=tmp_path / "log")
     try:
-        report = run(server, minutes, num_clients=12, seed=11)
+        report = run(server, _MINUTES, num_clients=12, seed=11)
     finally:
         status = server.stop()
     print(report)

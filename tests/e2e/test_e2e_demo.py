@@ -81,12 +81,14 @@ def test_two_ranks_in_a_tight_cache_and_memory_as_planned(
     assert max(weights) / min(weights) < 1.02, "uneven heads are made up for in the MLP"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("demo_path")
 def test_one_rank_on_torch_alone(workload: list[dict[str, Any]], scores: Scores) -> None:
     with LLM("demo", cpu_kernels="off", **CHUNKS, **ROOMY) as llm:
         check(llm, workload[::4], scores)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("demo_path")
 def test_three_ranks_on_a_third_of_the_workload(workload: list[dict[str, Any]], scores: Scores) -> None:
     with LLM("demo", tensor_parallel_size=3, **CHUNKS, **ROOMY) as llm:

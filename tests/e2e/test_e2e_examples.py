@@ -15,6 +15,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 PROGRAMS = {"parallel_pipelines.py": 2, "parallel_t5.py": 1}  # name -> models it compares with the whole one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_example_gives_the_whole_models_tokens(name: str, launcher: list[str]) -> None:

@@ -13,7 +13,7 @@ from shoal.attention.cpu import CpuPaged
 from shoal.bench.perplexity import perplexity
 from shoal.jit.team import Team
 
-pytestmark = pytest.mark.demo
+pytestmark = [pytest.mark.demo, pytest.mark.slow]
 
 DATA = Path(__file__).parent.parent / "data" / "gsm8k-test-128.jsonl"
 NUM_TEXTS = 12

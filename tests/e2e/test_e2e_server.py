@@ -217,6 +217,7 @@ def test_a_timeout_ends_the_request_and_frees_its_blocks(server: Server) -> None
     assert gauge(server, "kv_cache_usage_perc") == 0
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
     server = Server(*OPTIONS, "--shutdown-timeout", "60", log=tmp_path / "log")
     ranks = server.ranks()
@@ -237,6 +238,7 @@ def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
     wait_until(lambda: are_gone(ranks), 5, "no rank is left")
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_server_leaves_nothing(tmp_path: Path) -> None:
     before = shared_memory()
     server = Server(*OPTIONS, log=tmp_path / "log")

@@ -74,6 +74,7 @@ def test_in_a_jupyter_kernel(script: str, expected: str) -> None:
     assert shown.splitlines() == [expected]
 
 
+@pytest.mark.slow
 def test_two_engines_at_once_and_no_trace_after_kill(families_path: Path) -> None:
     """Two engines answer side by side; after SIGKILL of their parents nothing is left within 5 s."""
     folder = families.save("llama_9_3", families_path)

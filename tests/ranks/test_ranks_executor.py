@@ -156,7 +156,8 @@ def test_wrong_input_seen_by_one_rank_only_is_raised_at_once(
     load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The other rank waits for it in a collective, and would until the load timeout."""
-    import shoal.worker.executor as module
+    from shoal.worker import executor as module
+    from shoal.worker import rank_process
 
     def starts(load: Load, rendezvous: str, generation: int) -> object:
         first, second = make_starts(load, rendezvous, generation)
@@ -171,7 +172,7 @@ def test_wrong_input_seen_by_one_rank_only_is_raised_at_once(
         (damaged / file.name).write_bytes(data[: len(data) // 2] if is_weights else data)
     monkeypatch.setattr(module, "make_starts", starts)
     spawned: list[psutil.Process] = []
-    monkeypatch.setattr(module, "_spawn", _noting(module._spawn, spawned))
+    monkeypatch.setattr(rank_process, "_spawn", _noting(rank_process._spawn, spawned))
     executor = ProcessExecutor(dataclasses.replace(load, load_timeout_s=60))
     started = time.monotonic()
     with pytest.raises(UsageError) as caught:
@@ -206,6 +207,7 @@ def test_an_idle_rank_that_stops_is_noticed_within_the_step_timeout(living: Proc
     assert caught.value.rank == 1
 
 
+@pytest.mark.slow
 def test_ranks_on_standby_take_the_place_of_those_that_are_lost(load: Load) -> None:
     executor = ProcessExecutor(dataclasses.replace(load, config={**load.config, "standby_ranks": True}))
     executor.load(ignore)

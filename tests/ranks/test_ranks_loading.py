@@ -10,7 +10,7 @@ from shoal.messages import RankReport
 from shoal.worker.executor import ProcessExecutor
 from support.loads import make_load
 
-pytestmark = pytest.mark.demo
+pytestmark = [pytest.mark.demo, pytest.mark.slow]
 
 _BESIDE = 80 * 2**20  # bytes of what is read at a time, and of code and tables first used while loading
 

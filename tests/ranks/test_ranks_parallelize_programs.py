@@ -16,6 +16,8 @@ import pytest
 
 from support.programs import are_gone, wait_until
 
+pytestmark = pytest.mark.slow
+
 CUSTOM = textwrap.dedent("""
     import sys
     import time

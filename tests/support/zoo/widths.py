@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import resource
 import sys
 import time
 from typing import Any
 
 import torch
 
+from shoal.device.memory import peak_rss_bytes
 from shoal.plan.skeleton import build_on_meta
 from shoal.plan.types import Plan
 from shoal.prove import plan_and_prove
@@ -63,7 +63,6 @@ def measure_width(name: str, ranks: int) -> Width:
     started, used = time.monotonic(), time.process_time()
     plan = plan_and_prove(*PUBLISHED[name].load(), ranks)
     seconds = min(time.monotonic() - started, time.process_time() - used)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     tiny = plan_and_prove(*LISTED[name].load(), 2)
     model, vocabulary = _whole(PUBLISHED[name])
     differing = [
@@ -76,7 +75,7 @@ def measure_width(name: str, ranks: int) -> Width:
         name,
         ranks,
         seconds,
-        peak,
+        peak_rss_bytes(),  # not getrusage's, which a child starts with its parent's
         column_row_share(plan, model, vocabulary),
         column_row_share(tiny, model, vocabulary),
         differing,

@@ -177,7 +177,7 @@ def test_a_conversion_gives_what_transformers_gives_whole_and_in_part(tmp_path: 
                 assert torch.equal(read(made[key], {dim: kept}), want)
 
 
-@pytest.mark.parametrize("name", CASES.keys() - READ_WHOLE)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - READ_WHOLE))
 def test_a_part_of_a_conversion_that_only_moves_values_costs_its_own_bytes(tmp_path: Path, name: str) -> None:
     group, model, expected = setting(name, tmp_path)
     made = converted(group, model, list(expected))

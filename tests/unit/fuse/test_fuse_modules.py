@@ -218,9 +218,10 @@ def test_biases_are_added_once_and_parts_gathered(kind: str, make: Callable[[], 
     whole, x = make(), torch.randn(3, 64)
     whole.bias.data = torch.randn(48)
     state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    models = [Parts(), Parts()]  # not by the ranks, which as threads share torch's seed
 
     def rank(comm: Comm) -> tuple[int, torch.Tensor]:
-        own, model = Team(1), Parts()
+        own, model = Team(1), models[comm.rank]
         try:
             model.only = make()
             model.only.load_state_dict(state)
@@ -239,8 +240,10 @@ def test_biases_are_added_once_and_parts_gathered(kind: str, make: Callable[[], 
 
 
 def test_what_does_not_prove_on_one_rank_is_packed_on_none() -> None:
+    models = [Parts(), Parts()]  # not by the ranks, which as threads share torch's seed
+
     def rank(comm: Comm) -> tuple[int, int, torch.Tensor]:
-        own, model = Team(1), Parts()
+        own, model = Team(1), models[comm.rank]
         try:
             if comm.rank == 1:
                 bounded = Bounded(40, 33, bias=False)

@@ -11,6 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 _CODE = """
 import torch
 from shoal.attention.sdpa import paged_sdpa

@@ -34,11 +34,11 @@ NARROWER = {
 
 
 def batches() -> list[Any]:
-    """(ranks, names) for one process each: a seeded few for the fast suite, then all."""
+    """(ranks, names) for one process each: a seeded few for CI, then all."""
     names = sorted(PUBLISHED)
     draw = random.Random(SEED)
     fast = draw.sample(names, 3)
-    cells = [pytest.param(draw.choice(RANKS), fast, id="sampled")]
+    cells = [pytest.param(draw.choice(RANKS), fast, marks=pytest.mark.slow, id="sampled")]
     for ranks in RANKS:
         for at in range(0, len(names), FAMILIES_A_PROCESS):
             some = names[at : at + FAMILIES_A_PROCESS]
