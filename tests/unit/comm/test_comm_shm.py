@@ -307,10 +307,12 @@ def test_a_sum_on_each_channel_can_be_under_way_while_ranks_are_at_different_pla
 
 def test_a_peer_that_has_posted_and_is_gone_is_missed_at_its_next_post_only() -> None:
     comms = make(2)
+    have_posted = threading.Barrier(2)
 
     def work(comm: ShmComm) -> float:
         own = torch.full((3,), 1.0 + comm.rank)
         post(comm, 1, own)
+        have_posted.wait(60)  # who posts once the other is gone is told so at once
         if comm.rank == 1:
             comm.close()
             return 3.0
