@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
-from shoal.attention.base import AttentionBatch, LayerPages, Variant
 from shoal.attention.sdpa import paged_sdpa
 from shoal.errors import UnsupportedError
 from shoal.model.choose import serve_causal
 from support import families
+from support.disagreeing import forgetful
 
 WAYS = {name: "padded" if name == "bloom" else "paged" for name in families.CONFIGS}
 CPU = torch.device("cpu")
@@ -28,16 +28,7 @@ def test_each_family_goes_its_way(family: str) -> None:
 def test_a_kernel_that_ignores_the_past_is_not_taken() -> None:
     """A kernel that sees only the newest position gives wrong numbers; the padded way is taken instead."""
 
-    def forgetful(
-        query: torch.Tensor,
-        pages: LayerPages,
-        batch: AttentionBatch,
-        variant: Variant,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return paged_sdpa(query, pages, batch, variant._replace(window=1), sinks)
-
-    chosen = serve_causal(families.build("llama"), forgetful, CPU)
+    chosen = serve_causal(families.build("llama"), forgetful(), CPU)
     assert chosen.model.way == "padded"
     assert any("differ" in note for note in chosen.notes)
 
