@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from shoal.attention.base import KVShape, LayerPages
+from shoal.device.backing import Backing
 from shoal.device.huge import HugeRegion, room
 
 __all__ = ["allocate", "gather", "write"]
+
+_FIRST_BYTES = 128 << 20  # that are there at once, of all layers
 
 
 def allocate(
@@ -20,11 +23,16 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     num_window_blocks: int = 0,
+    later: Backing | None = None,
 ) -> list[LayerPages]:
-    """Pages for every layer; of layers that see a window ``num_window_blocks``, or 0: as many as of others.
+    """Pages for every layer, zero; of layers that see a window ``num_window_blocks``, or 0: as many as of
+    others.
 
     They are written once here: memory that is only reserved would cost a page fault at its first use,
     in the middle of somebody's request.
+
+    Args:
+        later: takes what is beyond the first blocks, and is to be started; None: nothing is put off.
     """
     counts = [num_window_blocks if shape.window and num_window_blocks else num_blocks for shape in shapes]
     sizes = [
@@ -36,7 +44,12 @@ def allocate(
 
     def make(size: tuple[int, ...]) -> torch.Tensor:
         tensor = region.take(size, dtype) if region else torch.empty(size, dtype=dtype, device=device)
-        return tensor.zero_()
+        first = len(tensor)
+        if region and later is not None:
+            first = min(first, math.ceil(first * _FIRST_BYTES / total))
+            later.add(tensor[first:])
+        tensor[:first].zero_()
+        return tensor
 
     return [LayerPages(make(keys), make(values)) for keys, values in sizes]
 

@@ -25,6 +25,7 @@ from shoal.comm.base import Comm, TimedComm
 from shoal.comm.choose import join_group
 from shoal.comm.local import LocalComm
 from shoal.config import EngineConfig, make_config
+from shoal.device.backing import Backing
 from shoal.device.base import Device, resolve_device, resolve_dtype, threads_per_rank
 from shoal.device.memory import process_private_bytes
 from shoal.device.peak import reset_peak, trim_heap, used_since
@@ -36,12 +37,9 @@ from shoal.messages import (
     Ping,
     RankReady,
     RankReport,
-    SamplingSpec,
-    SequenceStep,
     Start,
     Step,
     StepResult,
-    pack_ids,
 )
 from shoal.model.base import KeepsState, ServedModel
 from shoal.model.build import build_empty, load_config, model_length, vocabulary_size
@@ -57,6 +55,7 @@ from shoal.plan.types import Plan
 from shoal.shard.apply import shard
 from shoal.worker.encode import EncodeRunner
 from shoal.worker.faults import Faults
+from shoal.worker.first_step import first_step
 from shoal.worker.runner import Runner
 from shoal.worker.sizing import kv_budget, step_cost
 
@@ -106,6 +105,7 @@ class RankWorker:
         self._runner: Runner | None = None
         self._encode_runner: EncodeRunner | None = None
         self._private_before = 0
+        self._backing: Backing | None = None  # of KV pages, while they are given their memory
         self._step_timeout_s = 0.0
         self._faults = Faults([])
         self._torch_threads = 0  # to be given back; 0: none were taken
@@ -165,6 +165,7 @@ class RankWorker:
             window_bytes_per_token=sum(
                 s.bytes_per_token(self._dtype.itemsize) for s in self._kv_shapes if s.window
             ),
+            makes_vectors=self._encoder is None or self._encoder.makes_vectors,
             notes=(dtype.reason, *chosen.notes),
         )
 
@@ -174,6 +175,7 @@ class RankWorker:
         if self._encoder is not None:
             return self._open_encoder(self._encoder)
         model, device = self._model_(), self._device_()
+        backing = self._backing = Backing() if Backing.is_possible() else None
         pages = allocate(
             model.kv_shapes,
             message.num_blocks,
@@ -181,6 +183,7 @@ class RankWorker:
             self._dtype,
             device.torch_device,
             message.num_window_blocks,
+            backing,
         )
         model.use_pages(pages)
         if isinstance(model, KeepsState):
@@ -188,18 +191,19 @@ class RankWorker:
         comm = self._comm
         assert comm is not None
         self._runner = Runner(model, message.block_size, device.torch_device, comm, _SAMPLING_RANK)
-        self._runner.execute(_first_step(message, model.way == "seq2seq"))
+        self._runner.execute(first_step(message, model.way == "seq2seq"))
         self._set_timeout()
         trim_heap()
         kv_bytes = sum(p.keys.nbytes + p.values.nbytes for p in pages)
         if isinstance(model, KeepsState):
             kv_bytes += model.state_bytes * message.num_slots
         growth = process_private_bytes() - self._private_before
-        return RankReady(
-            rank=self._rank,
-            kv_bytes=kv_bytes,
-            private_growth_bytes=growth - (kv_bytes if device.kind == "cpu" else 0),
-        )
+        if device.kind == "cpu":
+            growth -= kv_bytes
+        if backing is not None:
+            growth += backing.num_bytes
+            backing.start()
+        return RankReady(rank=self._rank, kv_bytes=kv_bytes, private_growth_bytes=growth)
 
     def ping(self, ping: Ping) -> Ping:
         """Give a sign of life."""
@@ -219,6 +223,9 @@ class RankWorker:
     def close(self) -> None:
         """Release the model, the pages and the group."""
         self._model = self._encoder = None
+        if self._backing is not None:
+            self._backing.stop()
+            self._backing = None
         self._runner = self._encode_runner = None
         if self._torch_threads:
             torch.set_num_threads(self._torch_threads)
@@ -375,23 +382,3 @@ class RankWorker:
     def _device_(self) -> Device:
         assert self._device is not None, "start comes first"
         return self._device
-
-
-def _first_step(message: AllocateKV, has_encoder: bool) -> Step:
-    """A prompt of up to three tokens in block 0, one token sampled; nobody owns the block yet. Where there is
-    an encoder, it reads them too, and its block is the last.
-    """
-    tokens = range(min(3, message.block_size))
-    sequence = SequenceStep(
-        sequence_id=0,
-        start=0,
-        token_ids=pack_ids(tokens),
-        block_ids=pack_ids([0]),
-        window_block_ids=pack_ids([0]) if message.num_window_blocks else b"",
-        slot=0 if message.num_slots else -1,
-        sampling=SamplingSpec(temperature=0.0),
-        num_encoder=len(tokens) if has_encoder else 0,
-        cross_block_ids=pack_ids([message.num_blocks - 1]) if has_encoder else b"",
-        encoder_ids=pack_ids(tokens) if has_encoder else b"",
-    )
-    return Step(step_id=0, sequences=(sequence,))
