@@ -1,13 +1,13 @@
 """What becomes of running requests when their engine's compute fails: shoal beside transformers' continuous
 batching, on the same prompts.
 
-    python benchmarks/reliability.py [--requests 24] [--tokens 60] [--runs 1] [--json]
+    python benchmarks/reliability.py [--requests 8] [--tokens 40] [--runs 1] [--json]
 
 Each case runs in a process of its own, which prints a line for every request that ended. Three losses:
 
 - ``raise``: one forward pass raises, once, in the middle.
 - ``hang``: one forward pass never returns. shoal's step timeout is 10 s; transformers has none, and its
-  requests are waited for a minute.
+  requests are waited for 30 s.
 - ``kill``: the process that computes gets SIGKILL in the middle. shoal's is a rank; transformers' manager is
   a thread of the process that holds the requests, so that is the one.
 
@@ -25,11 +25,14 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
 from typing import Any
 
 _LIMIT_S = 600
 _STEP = 20  # the forward pass that raises
 _STEP_TIMEOUT_S = 10
+_PATIENCE_S = 30  # without a request that ends, for transformers; half of it for the one made afterwards
 _CACHE_SHARE = 0.05  # of the memory, for transformers' KV pages
 
 
@@ -43,7 +46,7 @@ class Outcome:
     failed: int = 0  # requests told that they failed
     unanswered: int = 0
     later: str = "nobody left to ask"  # what a request made afterwards gets
-    seconds: float = 0.0
+    seconds: float = 0.0  # all of it, from the start of the process
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -111,14 +114,15 @@ def run_transformers(loss: str, count: int, tokens: int) -> None:
     for index, ids in enumerate(prompts(count)):
         manager.add_request(ids, request_id=str(index), max_new_tokens=4 if index == 0 else tokens)
     for _ in range(count):
-        result = manager.get_result(timeout=60)
+        result = manager.get_result(timeout=_PATIENCE_S)
         if result is None:
             break
         tell(ended="error" if result.error else "length")
     try:
         manager.add_request([60, 61], request_id="later", max_new_tokens=4)
-        result = manager.get_result(request_id="later", timeout=30)
-        tell(later="no answer within 30 s" if result is None else result.error or "length")
+        result = manager.get_result(request_id="later", timeout=_PATIENCE_S / 2)
+        no_answer = f"no answer within {_PATIENCE_S / 2:g} s"
+        tell(later=no_answer if result is None else result.error or "length")
     except Exception as error:  # whatever a caller would get
         tell(later=f"{type(error).__name__}: {error}")
     manager.stop(block=False)
@@ -147,8 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--case", nargs=2, metavar=("ENGINE", "LOSS"), help=argparse.SUPPRESS)
@@ -166,9 +170,11 @@ def main() -> None:
     if given.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
         return
-    print(f"{'loss':6} {'engine':13} complete failed unanswered  afterwards")
+    print(f"{date.today()}, transformers {version('transformers')}, {given.requests} requests")
+    print(f"{'loss':6} {'engine':13} complete failed unanswered seconds  afterwards")
     for o in outcomes:
-        print(f"{o.loss:6} {o.engine:13} {o.complete:8} {o.failed:6} {o.unanswered:10}  {o.later}")
+        counts = f"{o.complete:8} {o.failed:6} {o.unanswered:10} {o.seconds:7.1f}"
+        print(f"{o.loss:6} {o.engine:13} {counts}  {o.later}")
 
 
 if __name__ == "__main__":

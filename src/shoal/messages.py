@@ -191,6 +191,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     state_bytes: int = 0  # per sequence, whatever its length
     window: int = 0  # positions that layers see, which need keep no more; 0: there are none
     window_bytes_per_token: int = 0  # of kv_bytes_per_token, what these layers take
+    makes_vectors: bool = True  # of each token; False: an encoder of which only the head answers
     notes: tuple[str, ...] = ()
 
 

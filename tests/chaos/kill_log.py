@@ -15,7 +15,9 @@ __all__ = ["Event", "EventLog"]
 
 _KINDS = {
     "spawned": re.compile(r"^starting ranks of generation \d+: processes (.*)"),
-    "lost": re.compile(r"starting the ranks anew.*in flight: (\d+) in their prompt, (\d+) beyond"),
+    "lost": re.compile(
+        r"starting the ranks anew, (\d+) sequences .*in flight: (\d+) in their prompt, (\d+) beyond"
+    ),
     "failed": re.compile(r"^restart failed"),
     "served": re.compile(r"ranks serve again"),
     "ready": re.compile(r" ready in [\d.]+ s"),
@@ -34,19 +36,24 @@ class Event:
     kind: str
     words: str
     pids: tuple[int, ...] = ()  # of the ranks that are being started
-    num_in_prompt: int = 0  # sequences in flight that had no token yet, at a loss
-    num_beyond: int = 0  # and those that had
+    num_replayed: int = 0  # sequences that ran at a loss
+    num_in_prompt: int = 0  # of these, in flight without a token yet
+    num_beyond: int = 0  # and with some
 
 
 class EventLog:
-    """The events of one log, as far as it is written."""
+    """The events of one log, as far as it is written. Each line is read once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._num_read = 0  # bytes, of whole lines
+        self._events: list[Event] = []
+        self._problems: list[str] = []
 
     def events(self, kind: str | None = None, after: float = 0.0) -> list[Event]:
         """Those of one kind, or all, since a moment."""
-        return [event for event in self._read() if kind in (None, event.kind) and event.at >= after]
+        self._read()
+        return [event for event in self._events if kind in (None, event.kind) and event.at >= after]
 
     def first(self, kind: str, after: float = 0.0) -> Event | None:
         """The first of its kind since a moment."""
@@ -54,23 +61,24 @@ class EventLog:
 
     def problems(self) -> list[str]:
         """Errors that are told, of whatever logger; what a rank says of its own failure is none."""
-        entries = (json.loads(line) for line in self._lines() if _is_entry(line))
-        return [
-            entry["message"].splitlines()[0]
-            for entry in entries
-            if entry["level"] == "error" and not re.match(r"rank \d+ failed", entry["message"])
-        ]
+        self._read()
+        return list(self._problems)
 
-    def _lines(self) -> list[str]:
-        return self._path.read_text(errors="replace").splitlines()
-
-    def _read(self) -> Iterator[Event]:
-        for line in self._lines():
+    def _read(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._num_read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
+        self._num_read += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
             if fault := _FAULT.match(line):
-                yield Event(float(fault[1]), "fault", line)
-            elif _is_entry(line):
+                self._events.append(Event(float(fault[1]), "fault", line))
+            elif line.startswith("{") and line.endswith("}"):
                 entry = json.loads(line)
-                yield from _event(datetime.fromisoformat(entry["time"]).timestamp(), entry["message"])
+                at = datetime.fromisoformat(entry["time"]).timestamp()
+                self._events += _event(at, entry["message"])
+                if entry["level"] == "error" and not re.match(r"rank \d+ failed", entry["message"]):
+                    self._problems.append(entry["message"].splitlines()[0])
 
 
 def _event(at: float, words: str) -> Iterator[Event]:
@@ -79,10 +87,7 @@ def _event(at: float, words: str) -> Iterator[Event]:
             if kind == "spawned":
                 yield Event(at, kind, words, pids=tuple(map(int, match[1].split(", "))))
             elif kind == "lost":
-                yield Event(at, kind, words, num_in_prompt=int(match[1]), num_beyond=int(match[2]))
+                num_replayed, num_in_prompt, num_beyond = map(int, match.groups())
+                yield Event(at, kind, words, (), num_replayed, num_in_prompt, num_beyond)
             else:
                 yield Event(at, kind, words)
-
-
-def _is_entry(line: str) -> bool:
-    return line.startswith("{") and line.endswith("}")  # the last line may be half written

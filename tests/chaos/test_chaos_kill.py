@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos.kill import WAYS, moments_of, run, tiny
+from chaos.kill import moments_of, run, tiny
+from chaos.kill_matrix import SHORT, WHOLE
 from shoal import LLM, SamplingParams
 from shoal.worker.faults import VARIABLE
 from support import families
@@ -57,18 +58,20 @@ def test_whatever_befalls_ranks_streams_end_as_if_it_had_not(
     """
     report = run(**tiny(tmp_path), tp=tp, way=way, moments=moments, seed=23, step_timeout_s=6)
     print("\n".join(report.lines()))
-    assert not [line for line in report.wrong() if not line.startswith("no loss came")], report
+    assert not report.wrong(), report
 
 
 @pytest.mark.demo
 @pytest.mark.full
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
-def test_streams_of_a_server_survive_whatever_befalls_ranks(way: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "tp", "rounds"), [(*cell, 20) for cell in WHOLE] + [(*cell, 5) for cell in SHORT]
+)
+def test_streams_of_a_server_survive_whatever_befalls_ranks(way: str, tp: int, rounds: int) -> None:
     seed = random.SystemRandom().randrange(1 << 16)
     print(f"seed {seed}")
-    report = run("demo", tp, way, moments_of(20, random.Random(seed)), seed=seed, servers=4)
+    moments = moments_of(rounds, random.Random(seed))
+    report = run("demo", tp, way, moments, seed=seed, servers=min(2, rounds // 5))
     print("\n".join(report.lines()))
     assert not report.failures(), report
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.errors import UnsupportedError
 from support import encoders
 from support.zoo.encode import encode
 from support.zoo.encoders import ENCODERS
@@ -22,7 +21,6 @@ FAMILIES = {
     for name, family in {**ENCODERS, **UNLISTED_ENCODERS}.items()
     if family.kind == "encoder" and family.is_known
 }
-UNSERVED = {"perceiver"}  # it makes vectors of latents, not of tokens
 
 WAYS = {"albert": "packed", "bert": "packed", "modernbert": "packed", "deberta_v2": "padded"}
 TOLERANCE = 1e-4
@@ -43,14 +41,9 @@ def test_an_encoder_over_ranks_equals_transformers(name: str, ranks: int, folder
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - UNSERVED))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_encoder_equals_transformers(name: str, ranks: int, folder: Path) -> None:
     assert encode(FAMILIES[name], save(FAMILIES[name], folder), ranks).error < TOLERANCE
-
-
-def test_what_makes_no_vectors_of_tokens_is_refused_with_the_reason(folder: Path) -> None:
-    with pytest.raises(UnsupportedError, match="makes no vector of each token"):
-        encode(FAMILIES["perceiver"], save(FAMILIES["perceiver"], folder), 1)
 
 
 def test_the_command_line_cuts_texts_only_where_that_is_asked_for(

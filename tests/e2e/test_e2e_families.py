@@ -16,7 +16,7 @@ from shoal import LLM, SamplingParams
 from support import families
 from support.equality import assert_same_tokens
 from support.families_page import SERVED_RANKS
-from support.zoo.catalogue import LISTED, UNLISTED, family_of
+from support.zoo.catalogue import CLASSIFIERS, LISTED, UNLISTED, family_of
 from support.zoo.trial import measure_service
 
 TOKENS = 12
@@ -27,7 +27,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "tight": {"max_num_batched_tokens": 24, "enable_prefix_caching": True, "num_gpu_blocks_override": 22},
 }
 SEED, SAMPLE = 2026, 12
-UNSERVED = {"perceiver"}  # it makes vectors of latents, not of tokens
+SOME_CLASSIFIERS = {"bert classifier", "gpt2 classifier:no padding", "plbart classifier"}
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
@@ -39,7 +39,6 @@ def zoo() -> list[Any]:
     return [
         pytest.param(name, draw.choice(SERVED_RANKS), marks=[] if name in sample else [pytest.mark.full])
         for name in names
-        if name not in UNSERVED
     ]
 
 
@@ -50,12 +49,25 @@ def test_a_family_of_the_zoo_equals_transformers(name: str, tp: int) -> None:
     assert service.is_right, service
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SOME_CLASSIFIERS else [pytest.mark.full])
+        for name, family in CLASSIFIERS.items()
+        if family.is_known
+    ],
+)
+def test_a_classifier_of_the_zoo_equals_transformers(name: str) -> None:
+    service = measure_service(family_of(name), [2])
+    assert service.encoded and service.is_right, service
+
+
 def test_the_page_has_a_row_for_every_family_and_none_is_wrong() -> None:
     text = PAGE.read_text()
     if f"transformers {transformers.__version__}." not in text:
         pytest.skip("the page is of another version of transformers")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert {row[0].removeprefix("| ") for row in rows} >= {**LISTED, **UNLISTED}.keys()
+    assert {row[0].removeprefix("| ") for row in rows} >= {**LISTED, **UNLISTED, **CLASSIFIERS}.keys()
     assert "; 0 are wrong." in text
 
 

@@ -28,11 +28,11 @@ _SPLIT_HEADS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a family."""
+    """What was measured of a family; a split is measured once for all heads of a classifier's family."""
 
     family: Family
-    split: Split
     service: Service
+    split: Split | None = None
 
     @property
     def trials(self) -> dict[str, list[Trial]]:
@@ -104,7 +104,7 @@ def _summary(rows: Sequence[Row]) -> str:
     equal = sum(found == {"equal"} for found in verdicts)
     wrong = sum("wrong" in found for found in verdicts)
     return (
-        f"Of {len(rows)} families and variants, {equal} are served at 1, 2 and 3 ranks, and give what "
+        f"Of {len(rows)} families, variants and heads, {equal} are served at 1, 2 and 3 ranks, and give what "
         f"transformers gives; {len(rows) - equal - wrong} are not served, or not for all that they are for, "
         f"and the reason stands below their table; {wrong} are wrong."
     )
@@ -131,25 +131,27 @@ def _legend() -> Iterator[str]:
         "- *way*: how text is made, and behind a semicolon how vectors are, where a model is for both. For "
         "text: *fused* (paged, with layers in our kernels), *paged*, *padded*, *state*, *recompute*, "
         "*seq2seq* (docs/architecture.md); for vectors: *packed* computes layers on the texts' tokens alone, "
-        "*padded* on texts of like length with a mask, *alone* on one text after the other.\n"
+        "*padded* on texts of like length with a mask, *alone* on one text after the other; *no vectors*: "
+        "below the head are no vectors of tokens, and the head's task alone is served.\n"
         "- *1*, *2*, *3*: at so many ranks every greedy id is transformers' own, each request given to it "
         "alone in float32; the number is the largest relative error of the log probabilities of the 20 "
-        "likeliest tokens at every step, or of vectors, of words at masks and of scores.\n"
+        "likeliest tokens at every step, or of vectors, of words at masks and of scores of classes.\n"
     )
     yield (
         f"{', '.join(sorted(UNCACHED))}: `generate` is asked not to use a cache. With one, it computes "
-        "something else: tokens are hashed or masked otherwise.\n"
+        "something else: tokens are hashed, masked, cut into patches or placed otherwise.\n"
     )
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    heads = ["family", "class", *_SPLIT_HEADS, "way", *map(str, SERVED_RANKS)]
+    has_splits = any(row.split is not None for row in rows)
+    heads = ["family", "class", *(_SPLIT_HEADS if has_splits else ()), "way", *map(str, SERVED_RANKS)]
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for row in rows:
+        split = [] if row.split is None else _split_cells(row.split)
         service = [row.way, *(row.verdict(count) for count in SERVED_RANKS)]
-        cells = [row.family.name, row.family.model_class, *_split_cells(row.split), *service]
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join([row.family.name, row.family.model_class, *split, *service])} |"
     yield ""
 
 
@@ -167,7 +169,10 @@ def _split_cells(split: Split) -> list[str]:
 
 
 def _remarks(title: str, rows: Sequence[Row], kind: Literal["problems", "exceptions"]) -> Iterator[str]:
-    named = [(row.family.name, row.problems if kind == "problems" else row.split.exceptions) for row in rows]
-    found = [f"- **{name}**: {'; '.join(remarks)}" for name, remarks in named if remarks]
+    said = [
+        (row, row.problems if kind == "problems" else row.split.exceptions if row.split is not None else [])
+        for row in rows
+    ]
+    found = [f"- **{row.family.name}**: {'; '.join(remarks)}" for row, remarks in said if remarks]
     if found:
         yield "\n".join([f"{title}\n", *found, ""])

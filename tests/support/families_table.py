@@ -28,7 +28,7 @@ import transformers
 import shoal
 from support.families_page import SERVED_RANKS, Row, page
 from support.rank_pool import RankPool
-from support.zoo.catalogue import LISTED, UNLISTED, family_of
+from support.zoo.catalogue import CLASSIFIERS, LISTED, UNLISTED, family_of
 from support.zoo.family import Family
 from support.zoo.split import Split, measure_split
 from support.zoo.trial import Service, measure_service
@@ -36,6 +36,7 @@ from support.zoo.trial import Service, measure_service
 SECTIONS = (
     ("The listed families, split over 2, 3 and 4 ranks", LISTED, (2, 3, 4)),
     ("Families nobody listed, split over 2 ranks", UNLISTED, (2,)),
+    ("Families with a head that sorts texts", CLASSIFIERS, ()),  # split as without it
 )
 _ROOT = Path(__file__).parent
 _TASKS_A_PROCESS = 60  # then it is started anew: engines of many models leave something behind
@@ -106,7 +107,7 @@ def measure_all(
         (part, family.name, ranks)
         for rows in sections.values()
         for family, ranks in rows
-        for part in ("split", "service")
+        for part in (("split", "service") if ranks else ("service",))
         if (found := kept.get(part, family.name)) is None or not found.is_right
     ]
     workers = ProcessPoolExecutor(
@@ -158,8 +159,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _row(kept: Kept, family: Family) -> Row:
     split, service = kept.get("split", family.name), kept.get("service", family.name)
-    assert isinstance(split, Split) and isinstance(service, Service), family.name
-    return Row(family, split, service)
+    assert isinstance(service, Service), family.name
+    return Row(family, service, split if isinstance(split, Split) else None)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Because no mask function is registered under that name, transformers builds no m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from shoal.attention import pages as paging
 from shoal.attention.base import AttentionBatch, KVShape, LayerPages, PagedKernel, Variant, WritesPages
 from shoal.attention.sdpa import unpaged
 
-__all__ = ["NAME", "Attends", "AttentionContext", "attach", "lent"]
+__all__ = ["NAME", "Attends", "AttentionContext", "attach", "lent", "use_attention"]
 
 NAME = "shoal_paged"
 _ATTRIBUTE = "_shoal_attention"
@@ -48,7 +49,8 @@ class AttentionContext:
     """One model's attention state.
 
     With no batch set it *measures*: the tokens are one sequence, attended to without pages, and
-    each layer's KV shape is noted in call order. With a batch it serves.
+    each layer's KV shape is noted in call order. With a batch it serves. A module that the first pass calls
+    several times (layers run in a loop) is as many layers.
     """
 
     def __init__(self, kernel: PagedKernel) -> None:
@@ -56,8 +58,19 @@ class AttentionContext:
         self._write = kernel.write if isinstance(kernel, WritesPages) else paging.write
         self.shapes: list[KVShape] = []
         self.pages: list[LayerPages] = []
-        self.batch: AttentionBatch | None = None
-        self._layer_of: dict[nn.Module, int] = {}
+        self.batch = None
+        self._layers_of: dict[nn.Module, list[int]] = {}
+
+    @property
+    def batch(self) -> AttentionBatch | None:
+        """What is attended to; setting it, whatever it was, begins a pass of the model."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: AttentionBatch | None) -> None:
+        self._batch = batch
+        self._calls: Counter[nn.Module] = Counter()  # in this pass
+        self._is_measured = bool(self.shapes)
 
     def attend(
         self,
@@ -73,7 +86,8 @@ class AttentionContext:
             window = variant.window if variant.is_causal else None
             self._note(module, KVShape(key.shape[1], key.shape[2], value.shape[2], window))
             return unpaged(query, key, value, variant, sinks)
-        number = self._layer_of[module]
+        layers = self._layers_of[module]
+        number = layers[0] if len(layers) == 1 else layers[self._next_call(module)]
         layer, batch = self.pages[number], self.batch.of(self.shapes[number].window)
         self._write(layer, key, value, batch.slots)
         return self.kernel(query, layer, batch, variant, sinks)
@@ -86,17 +100,24 @@ class AttentionContext:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules that attention was called from, by their layers' numbers."""
-        return list(self._layer_of)
+        """Modules that attention was called from, in the order of their first calls."""
+        return list(self._layers_of)
 
-    def layer_of(self, module: nn.Module) -> int:
-        """Number of the layer that a module's attention is, in the order of their first calls."""
-        return self._layer_of[module]
+    def layers_of(self, module: nn.Module) -> Sequence[int]:
+        """Numbers of the layers that a module's attention is, one a call of a pass, in the order of calls."""
+        return self._layers_of[module]
 
     def _note(self, module: nn.Module, shape: KVShape) -> None:
-        if module not in self._layer_of:
-            self._layer_of[module] = len(self.shapes)
+        layers = self._layers_of.setdefault(module, [])
+        call = self._next_call(module)
+        if not layers or (not self._is_measured and call == len(layers)):
+            layers.append(len(self.shapes))
             self.shapes.append(shape)
+
+    def _next_call(self, module: nn.Module) -> int:
+        """Which of this pass's calls of a module this is."""
+        self._calls[module] += 1
+        return self._calls[module] - 1
 
 
 def _paged_attention(
@@ -125,9 +146,17 @@ def attach(model: PreTrainedModel, context: AttentionContext, is_causal: bool = 
     for module in model.modules():
         object.__setattr__(module, _ATTRIBUTE, context)
         object.__setattr__(module, _CAUSAL, is_causal)
+    use_attention(model, NAME)
+
+
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Have every part of ``model`` call attention by a name of transformers' registry; some parts have copies
+    of its config.
+    """
+    for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:
-            config._attn_implementation = NAME
+            config._attn_implementation = name
 
 
 @contextmanager

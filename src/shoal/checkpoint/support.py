@@ -19,10 +19,12 @@ _MODALITIES = {
     ),
     "audio": (
         "audio_config", "speech_config", "audio_processor", "codec_config", "num_mel_bins",
-        "feat_extract_norm",
+        "feat_extract_norm", "audio_channels", "audio_token_index", "acoustic_tokenizer_encoder_config",
     ),
     "video": ("video_config",),
 }  # fmt: skip
+
+_BACKBONE = "backbone_hidden_size"  # a config's key: the width of hidden states that another model must bring
 
 # Parts of the names of classes that take or make something else than text.
 _CLASSES = {
@@ -42,7 +44,8 @@ def check_supported(config: Any) -> None:
         config: a transformers config, or ``config.json`` as a mapping.
 
     Raises:
-        UnsupportedError: quantised weights, or inputs that are not text; the message names what.
+        UnsupportedError: quantised weights, inputs that are not text, or another model's hidden states (of
+            which draft models go on); the message names what.
     """
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     for part in _parts(values):
@@ -55,6 +58,8 @@ def check_supported(config: Any) -> None:
             key = next((key for key in keys if part.get(key)), None)
             if key is not None:
                 raise _refusal(f"it takes {modality} ({key} in its config), and only text is supported yet")
+    if values.get(_BACKBONE):
+        raise _refusal(f"it works on another model's hidden states ({_BACKBONE} in its config), not alone")
     named = values.get("architectures") or ()
     for name in named if isinstance(named, (list, tuple)) else [named]:
         if not isinstance(name, str):

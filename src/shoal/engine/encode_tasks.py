@@ -29,6 +29,7 @@ from shoal.engine.pooling_settings import PoolingSettings
 from shoal.engine.protocol import Prompt
 from shoal.engine.text import Tokenizer
 from shoal.errors import RequestError, UnsupportedError
+from shoal.model.pooling import end_token
 
 __all__ = ["POOLINGS", "Classified", "EncoderTasks", "Job", "Output"]
 
@@ -66,6 +67,7 @@ class EncoderTasks:
         config: Any,
     ) -> None:
         self.tasks = tasks
+        self.makes_vectors = True  # until the ranks say otherwise
         self.settings = settings
         self.make = InputMaker(tokenizer, max_length, settings.is_lower)
         self._tokenizer = tokenizer
@@ -99,7 +101,7 @@ class EncoderTasks:
         if "token_classify" in self.tasks:
             return self._classify_tokens(self.make.texts(prompts, truncate_prompt_tokens))
         self._require("classify", "classify texts")
-        inputs = self.make.texts(prompts, truncate_prompt_tokens)
+        inputs = self._ended(self.make.texts(prompts, truncate_prompt_tokens), "prompt")
 
         def finish(found: Sequence[Encoding]) -> list[Classified]:
             probs = self._probabilities(np.concatenate([one.rows for one in found]))
@@ -121,7 +123,9 @@ class EncoderTasks:
         """How well texts go together. See :meth:`shoal.LLM.score`."""
         first, second = _paired(text_1, text_2)
         if "classify" in self.tasks:
-            return self._score_pairs(self.make.pairs(first, second, truncate_prompt_tokens))
+            return self._score_pairs(
+                self._ended(self.make.pairs(first, second, truncate_prompt_tokens), "text_1")
+            )
         distinct = list(dict.fromkeys((*first, *second)))
         place = {text: index for index, text in enumerate(distinct)}
         inputs = self.make.texts(distinct, truncate_prompt_tokens)
@@ -174,6 +178,10 @@ class EncoderTasks:
         self, pooling: str | None, normalize: bool | None, dimensions: int | None
     ) -> tuple[EncodeParams, Callable[[Sequence[Encoding]], Rows]]:
         """What to ask for, and what makes vectors [N, width] of the answers."""
+        if not self.makes_vectors:
+            raise UnsupportedError(
+                f"this model makes no vector of each token; it can: {self._can()}", field="model"
+            )
         settings = self.settings
         pooling = pooling or settings.pooling
         if pooling not in POOLINGS:
@@ -193,6 +201,18 @@ class EncoderTasks:
             return _normed(rows) if is_normed else rows
 
         return EncodeParams(pooling), vectors
+
+    def _ended(self, inputs: list[EncodeInput], field: str) -> list[EncodeInput]:
+        """The inputs, which have the token that classes are read at, where that is one token of a text."""
+        end = end_token(self._config)
+        for index, own in enumerate(inputs):
+            if end is not None and end not in own.token_ids:
+                raise RequestError(
+                    f"{field}: this model reads classes at its end token ({end}), which is missing; add it",
+                    field,
+                    index,
+                )
+        return inputs
 
     def _classify_tokens(self, inputs: Sequence[EncodeInput]) -> Job[Classified]:
         def finish(found: Sequence[Encoding]) -> list[Classified]:
@@ -251,8 +271,10 @@ class EncoderTasks:
 
     def _require(self, task: str, what: str) -> None:
         if task not in self.tasks:
-            can = ", ".join(sorted({"embed", *self.tasks}))
-            raise UnsupportedError(f"this model does not {what}; it can: {can}", field="model")
+            raise UnsupportedError(f"this model does not {what}; it can: {self._can()}", field="model")
+
+    def _can(self) -> str:
+        return ", ".join(sorted({*self.tasks, *(("embed",) if self.makes_vectors else ())}))
 
 
 def _typed(params: EncodeParams, own: EncodeInput) -> EncodeParams:

@@ -30,7 +30,7 @@ from shoal.engine.text import Tokenizer
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.home import home
 from shoal.messages import AllocateKV, RankReady, RankReport
-from shoal.model.build import load_config, model_length, steady_length, vocabulary_size
+from shoal.model.build import load_config, model_length, steady_length, vocabulary_size, windows
 from shoal.model.pooling import is_pooling, served_class
 from shoal.model.ways import check_way
 from shoal.plan.types import Plan
@@ -95,6 +95,7 @@ def launch(config: EngineConfig, show_progress: bool = False) -> EngineCore | En
         ahead = 2 if _runs_ahead(config, device, executor) else 1
         restarts = RestartPolicy(config.max_restarts, config.restart_window)
         if tasks is not None:
+            tasks.makes_vectors = reports[0].makes_vectors
             return encode_core(config, executor, tokenizer, info, restarts, tasks)
         scheduler = _scheduler(config, fits, admission.decoding)
         return EngineCore(executor, scheduler, tokenizer, admission, info, ahead, restarts)
@@ -288,7 +289,7 @@ def _announce(info: EngineInfo, reports: Sequence[RankReport], hf_config: PreTra
             info.window,
             info.num_window_blocks,
         )
-    elif info.way in ("padded", "state") and getattr(hf_config.get_text_config(), "sliding_window", None):
+    elif info.way in ("padded", "state") and windows(hf_config.get_text_config()):
         _log.info("layers that see a window keep all positions: so does every layer on the %s way", info.way)
     _log.info(
         "%s ready in %.1f s: %d blocks of %d tokens, sequences of up to %d",

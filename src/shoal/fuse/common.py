@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shoal.comm.base import Comm
+from shoal.shard.mixing import computes_around
 
 __all__ = ["UnrecognisedError", "agree", "attempt", "is_linear"]
 
@@ -27,7 +28,7 @@ class UnrecognisedError(Exception):
 
 def is_linear(module: nn.Module) -> bool:
     """Whether its output features are products with rows (Conv1D: columns) of its weight, plus its bias."""
-    return isinstance(module, (nn.Linear, Conv1D))
+    return isinstance(module, (nn.Linear, Conv1D)) and not computes_around(type(module))
 
 
 def agree(comm: Comm, word: str) -> bool:

@@ -22,6 +22,7 @@ from shoal.fuse.common import agree
 from shoal.fuse.match import is_close
 from shoal.jit.team import Team
 from shoal.shard.layers import GatheredLinear, RowLinear, VocabEmbedding
+from shoal.shard.mixing import computes_around
 
 __all__ = ["FusedHead", "fuse_head", "head_storage"]
 
@@ -61,7 +62,7 @@ def fuse_head(model: PreTrainedModel, team: Team, comm: Comm, storage: str) -> F
     """Replace the head; all ranks call together, and their heads are of one kind."""
     head = model.get_output_embeddings()
     is_plain = isinstance(head, nn.Linear) and not isinstance(head, RowLinear)
-    if not is_plain or head._forward_hooks or head._forward_pre_hooks:
+    if not is_plain or computes_around(type(head)) or head._forward_hooks or head._forward_pre_hooks:
         return FusedHead(problem="no plain linear is its head")
     weight = head.weight
     packed = PackedLinear(pack(weight, head.bias, storage), team)

@@ -205,8 +205,8 @@ def _find(
     layers: dict[str, int] = {}
     for module in context.modules:
         found = _LAYER.match(paths[module])
-        if found is not None and found[1] not in layers:
-            layers[found[1]] = context.layer_of(module)
+        if found is not None and found[1] not in layers and len(context.layers_of(module)) == 1:
+            (layers[found[1]],) = context.layers_of(module)
     calls: dict[str, list[LayerCall]] = {path: [] for path in layers}
     outputs: dict[str, torch.Tensor] = {}
     handles = []

@@ -28,7 +28,10 @@ __all__ = [
     "model_length",
     "steady_length",
     "vocabulary_size",
+    "windows",
 ]
+
+_WINDOWS = ("sliding_window", "local_attention", "local_attn_chunk_length", "lsh_attn_chunk_length")
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -115,6 +118,14 @@ def steady_length(config: PreTrainedConfig) -> int | None:
 def vocabulary_size(config: PreTrainedConfig) -> int:
     """Number of token embeddings; of a model that reads characters and says none, all of Unicode."""
     return int(getattr(config.get_text_config(), "vocab_size", sys.maxunicode + 1))
+
+
+def windows(config: PreTrainedConfig) -> list[int]:
+    """How many positions layers see, of those that do not see all, or how long the chunks are that they cut a
+    sequence into. Layers may each have a config of their own."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    found = {getattr(layer, name, None) for layer in layers for name in _WINDOWS}
+    return sorted(window for window in found if isinstance(window, int) and window > 0)
 
 
 def model_length(config: PreTrainedConfig) -> int | None:

@@ -143,7 +143,8 @@ class PagedCausal:
 class PaddedCausal:
     """A decoder with attention code of its own and a ``Cache`` argument.
 
-    Sequences with one token go together as one left-padded batch; each longer one goes alone.
+    Sequences with one token go together as one left-padded batch; each longer one goes alone. Where a model
+    counts positions by the columns before them, which padding moves, only those of equal length go together.
     """
 
     way = "padded"
@@ -151,6 +152,7 @@ class PaddedCausal:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._call = Caller(module)
+        self._pads = True
         self._num_layers: int = getattr(module.config, "num_hidden_layers", 0)
         self._shapes: list[KVShape] = []
         self._pages: list[LayerPages] = []
@@ -159,6 +161,20 @@ class PaddedCausal:
     def of(cls, module: PreTrainedModel, kernel: PagedKernel) -> ServedModel:
         """The module served this way, untested; it brings its own kernel."""
         return cls(module)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What goes into one batch."""
+        return (
+            ()
+            if self._pads
+            else ("only sequences of equal length decode together: its code counts columns, not positions",)
+        )
+
+    def be_more_careful(self) -> bool:
+        """See :class:`shoal.model.base.Careful`."""
+        was_padding, self._pads = self._pads, False
+        return was_padding
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
@@ -177,9 +193,10 @@ class PaddedCausal:
 
     def logits(self, batch: Ragged) -> torch.Tensor:
         singles = sum(row.count == 1 for row in batch.rows)
-        groups = [[row] for row in batch.rows[singles:]]
-        if singles:
-            groups.insert(0, list(batch.rows[:singles]))
+        together: dict[int, list[Row]] = {}
+        for row in batch.rows[:singles]:
+            together.setdefault(0 if self._pads else row.length, []).append(row)
+        groups = [*together.values(), *([row] for row in batch.rows[singles:])]
         wanted = batch.wanted.tolist()
         logits_of: dict[int, torch.Tensor] = {}
         for rows in groups:

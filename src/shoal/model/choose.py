@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shoal.attention.base import PagedKernel
+from shoal.attention.hook import use_attention
 from shoal.errors import UnsupportedError
 from shoal.model.base import Careful, ServedModel
 from shoal.model.causal import PaddedCausal, PagedCausal
@@ -64,7 +65,7 @@ def serve_causal(
         UnsupportedError: no way gives the model's own logits.
     """
     trials = trials or Trials()
-    module.config._attn_implementation = "eager"
+    use_attention(module, "eager")
     check = make_check(module, device, trials)
     model, notes = _first_right(module, kernel, check, trials, way)
     packed_bytes = 0
@@ -103,7 +104,7 @@ def _first_right(
         notes.append(f"neither {', '.join(way.way for way in ways[:-1])}: {check.oddity}")
         ways = ways[-1:]
     for way in (way for way in ways if only in ("auto", way.way)):
-        module.config._attn_implementation = "eager"  # PagedCausal sets its own
+        use_attention(module, "eager")  # PagedCausal sets its own
         model = way.of(module, kernel)
         problem = _problem(model, check, trials)
         if problem is None:

@@ -4,17 +4,19 @@ rank with those of the model called plainly, one text after the other, is taken;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shoal.attention.base import PagedKernel
+from shoal.attention.hook import use_attention
 from shoal.errors import UnsupportedError
-from shoal.model.build import model_length
+from shoal.model.build import model_length, windows
 from shoal.model.encoder import AloneEncoder, EncoderModel, PackedEncoder, PaddedEncoder, Texts
-from shoal.model.pooling import tasks_of
+from shoal.model.pooling import end_token, tasks_of
 from shoal.model.replaced import Fused, Judge, Pack, fuse_if_right, pack_if_right
 from shoal.model.selfcheck import difference, tolerance
 from shoal.model.trial import Trials
@@ -59,6 +61,8 @@ def serve_encoder(
 ) -> ChosenEncoder:
     """Find the way ``module`` (weights loaded, on ``device``) is served; all ranks call together.
 
+    A model that makes no vector of each token is served for what its head answers.
+
     Args:
         fuse: makes a model on the packed way deeper; None leaves it.
         pack: packs what is then left of the model's modules, whatever the way; None leaves them.
@@ -70,11 +74,12 @@ def serve_encoder(
             ``way`` is not for it.
     """
     trials = trials or Trials()
-    module.config._attn_implementation = "eager"
+    use_attention(module, "eager")
     check = _Check(module, device, trials)
-    notes: list[str] = []
+    notes = list(check.notes)
     packed_bytes, computes_alone = 0, False
     model = _deepest(module, kernel, check, notes, way)
+    model.makes_vectors = check.makes_vectors
     if fuse is not None and isinstance(model, PackedEncoder):
         model.unhook()
         fused = fuse(module, model)
@@ -114,11 +119,11 @@ def _deepest(
             break
         if attention == "sdpa" and not getattr(module, "_supports_sdpa", False):
             continue
-        module.config._attn_implementation = attention
-        padded = PaddedEncoder(module)
-        problem = check.judge(padded).of_whole()
+        use_attention(module, attention)
+        # All texts together: chunks of columns may be so long that only much padding adds one.
+        problem = check.judge(PaddedEncoder(module, most_padding=math.inf)).of_whole()
         if problem is None:
-            return padded
+            return PaddedEncoder(module)
         notes.append(f"not padded, {attention} attention: {problem}")
     if only not in ("auto", AloneEncoder.way):
         raise UnsupportedError(
@@ -139,29 +144,20 @@ class _Check:
 
     def __init__(self, module: PreTrainedModel, device: torch.device, trials: Trials) -> None:
         self.trials = trials
+        self.makes_vectors = True
+        self.notes: tuple[str, ...] = ()
         self._tasks = tasks_of(type(module))
         self._tolerance = tolerance(module.dtype)
         config = module.config.get_text_config()
         vocabulary: int = getattr(config, "vocab_size", _LEAST_VOCABULARY)
         most = model_length(module.config) or _LONGEST
         lengths = [min(length, most) for length in (_longest(config), *_LENGTHS)]
-        # Padding's own token would be taken for padding; those below are mostly special ones.
-        first = min(5, vocabulary - 1)
-        ids = [first + (7 * i + 3 * n) % (vocabulary - first) for n in lengths for i in range(n)]
-        pad = getattr(config, "pad_token_id", None)
-        ids = [token if token != pad else max(0, token - 1) for token in ids]
+        ids = _ids(vocabulary, lengths, getattr(config, "pad_token_id", None), end_token(module.config))
         self.texts = Texts(torch.tensor(ids, device=device), lengths)
         self.longest = self.texts.ids[: lengths[0]]
         self._wanted = torch.tensor([2, len(ids) - 3], device=device)
         self._expected: list[torch.Tensor] = []
-        alone = AloneEncoder(module)
-        problem = trials.problem(lambda: self._expected.extend(self.results(alone)))
-        if problem is not None:
-            raise UnsupportedError(
-                f"model: {type(module).__name__} makes no vector of each token from token ids alone: "
-                f"{problem}",
-                field="model",
-            )
+        self._expect(AloneEncoder(module))
         is_finite = all(bool(torch.isfinite(found).all()) for found in self._expected)
         if trials.agree(is_finite, "not a number") is not None:
             raise UnsupportedError(
@@ -170,9 +166,25 @@ class _Check:
                 field="model",
             )
 
+    def _expect(self, alone: AloneEncoder) -> None:
+        """Note what the model makes of the texts, with vectors if it has any.
+
+        Raises:
+            UnsupportedError: it makes nothing of them.
+        """
+        problem = self.trials.problem(lambda: self._expected.extend(self.results(alone)))
+        if problem is None:
+            return
+        self.makes_vectors = False
+        self._expected.clear()
+        said = f"no vector of each token from token ids alone: {problem}"
+        if not self._tasks or self.trials.problem(lambda: self._expected.extend(self.results(alone))):
+            raise UnsupportedError(f"model: {type(alone.module).__name__} makes {said}", field="model")
+        self.notes = (f"it makes {said}",)
+
     def results(self, model: EncoderModel) -> list[torch.Tensor]:
         """All that the model can answer of the texts."""
-        found = [model.hidden(self.texts)]
+        found = [model.hidden(self.texts)] if self.makes_vectors else []
         if "classify" in self._tasks:
             found.append(model.class_logits(self.texts))
         if "token_classify" in self._tasks:
@@ -197,7 +209,18 @@ class _Check:
         return max(map(difference, self.results(model), expected or self._expected))
 
 
-def _longest(config: object) -> int:
+def _ids(vocabulary: int, lengths: Sequence[int], pad: int | None, end: int | None) -> list[int]:
+    """Of one text after the other, none of them padding. Where an end token is looked for, every text has it
+    last; the first one, like a pair of texts, has another."""
+    first = min(5, vocabulary - 1)  # those below are mostly special ones
+    texts = [[first + (7 * i + 3 * n) % (vocabulary - first) for i in range(n)] for n in lengths]
+    texts = [[token if token not in (pad, end) else max(0, token - 1) for token in text] for text in texts]
+    if end is not None:
+        texts[0][len(texts[0]) // 2] = end
+        texts = [[*text[:-1], end] for text in texts]
+    return [token for text in texts for token in text]
+
+
+def _longest(config: PreTrainedConfig) -> int:
     """Tokens of the longest text: more than a window, where the config has one."""
-    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
-    return max((min(w + 9, _LONGEST) for w in windows if isinstance(w, int) and w > 0), default=14)
+    return max((min(window + 9, _LONGEST) for window in windows(config)), default=14)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from shoal.attention.hook import use_attention
 from shoal.attention.pages import allocate
 from shoal.errors import UnsupportedError
 from shoal.model.base import Ragged, Source
@@ -55,7 +56,7 @@ def serve_seq2seq(
         UnsupportedError: no manner gives the model's own logits.
     """
     trials = trials or Trials()
-    module.config._attn_implementation = "eager"
+    use_attention(module, "eager")
     samples = _samples(module, device, trials)
     gap = max(sample.gap for sample in samples)
     oddity = trials.agree(gap <= tolerance(module.dtype), f"several at once differ by {gap:.1e}")

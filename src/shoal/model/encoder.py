@@ -26,7 +26,7 @@ from shoal.model.row import Rows
 
 __all__ = ["AloneEncoder", "EncoderModel", "PackedEncoder", "PaddedEncoder", "Texts", "pooled"]
 
-_MOST_PADDING = 1.25  # cells of a grid for each token in it
+_MOST_PADDING = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class EncoderModel(ABC):
     """What all ways have in common: the model is called on grids, its results are told by tokens."""
 
     way = ""
+    makes_vectors = True
+    """Of each token. False: below its head are latents, or tokens drawn together; only the head answers."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module = module
@@ -119,7 +121,8 @@ class EncoderModel(ABC):
             cells = grid.cells[here]
             with self._narrowed(cells, grid) as is_narrow:
                 logits = _first(self._call(self.module, grid), "logits")
-            logits = logits[0] if is_narrow else logits.flatten(0, 1)[cells]
+            # Some models answer for as many columns as they have positions for, whatever the text's length.
+            logits = logits[0] if is_narrow else logits[:, : grid.ids.shape[1]].flatten(0, 1)[cells]
             if out is None:
                 out = logits.new_empty(len(wanted), logits.shape[-1])
             places = (wanted[:, None] == grid.tokens[here]).nonzero()
@@ -220,9 +223,17 @@ class AloneEncoder(EncoderModel):
 
 
 class PaddedEncoder(EncoderModel):
-    """Texts of like length together, padded on the right."""
+    """Texts of like length together, padded on the right.
+
+    Args:
+        most_padding: cells of a grid for each token in it.
+    """
 
     way = "padded"
+
+    def __init__(self, module: PreTrainedModel, most_padding: float = _MOST_PADDING) -> None:
+        super().__init__(module)
+        self._most_padding = most_padding
 
     def grids(self, texts: Texts) -> list[Grid]:
         order = sorted(range(len(texts.lengths)), key=lambda index: texts.lengths[index], reverse=True)
@@ -231,7 +242,7 @@ class PaddedEncoder(EncoderModel):
         for index in order:
             length = texts.lengths[index]
             longest = texts.lengths[groups[-1][0]] if groups else length
-            if not groups or cells + longest > _MOST_PADDING * (tokens + length):
+            if not groups or cells + longest > self._most_padding * (tokens + length):
                 groups.append([])
                 cells, tokens, longest = 0, 0, length
             groups[-1].append(index)

@@ -16,7 +16,15 @@ from shoal.errors import UnsupportedError
 from shoal.model.build import build_empty, causal_class, model_length
 from shoal.model.classes import architecture_class
 
-__all__ = ["MODULES_FILE", "is_pooling", "longest_text", "makes_text", "served_class", "tasks_of"]
+__all__ = [
+    "MODULES_FILE",
+    "end_token",
+    "is_pooling",
+    "longest_text",
+    "makes_text",
+    "served_class",
+    "tasks_of",
+]
 
 MODULES_FILE = "modules.json"
 """What sentence-transformers writes beside a model: it is there for its vectors."""
@@ -53,7 +61,8 @@ def is_pooling(config: Any, path: Path, runner: str = "auto") -> bool:
         return type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
     if named in _GENERATORS or str(remote.get("AutoModelForCausalLM", "")).endswith(f".{named}"):
         return False
-    return named in _ENCODERS or not config.is_encoder_decoder
+    sorts = named in _TASKS["classify"] or named in _TASKS["token_classify"]
+    return sorts or named in _ENCODERS or not config.is_encoder_decoder
 
 
 def served_class(
@@ -108,6 +117,12 @@ def tasks_of(model_class: type[PreTrainedModel]) -> frozenset[str]:
     return frozenset(
         task for task, names in _TASKS.items() if name in names or name.endswith(_SUFFIXES[task])
     )
+
+
+def end_token(config: Any) -> int | None:
+    """The token that a text's classes are read at, where a model looks for one: encoder-decoders do."""
+    end = getattr(config, "eos_token_id", None)
+    return end if getattr(config, "is_encoder_decoder", False) and isinstance(end, int) else None
 
 
 def _named(config: Any) -> str | None:

@@ -31,8 +31,13 @@ def next_logits(module: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     if prepare is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return Caller(module)(ids, positions, None, use_cache=False)[:, -1]
-    prepared = prepare(ids, attention_mask=torch.ones_like(ids), use_cache=False)
     accepted = inspect.signature(module.forward).parameters
+    given = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    positions_of = getattr(module, "_prepare_position_ids_for_generation", None)
+    if positions_of is not None and "position_ids" in accepted:
+        # generate gives them to all models, also to those that would count otherwise by themselves (RoBERTa)
+        given["position_ids"] = positions_of(ids, given)
+    prepared = prepare(ids, **given)
     arguments = {name: value for name, value in prepared.items() if name in accepted and value is not None}
     logits: torch.Tensor = module(**arguments, return_dict=True).logits
     return logits[:, -1]

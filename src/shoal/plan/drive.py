@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from shoal.errors import PlanError
@@ -239,7 +240,13 @@ def _call(model: nn.Module, arguments: dict[str, Any]) -> Pass:
     accepted = set(inspect.signature(model.forward).parameters)
     arguments = {**switches(model), **arguments}
     arguments = {name: value for name, value in arguments.items() if name in accepted and value is not None}
-    output = model(**arguments)
+    try:
+        output = model(**arguments)
+    except AttributeError as error:
+        # A cache that asks the config for what this kind does not have; no split takes that from a config.
+        if not isinstance(error.obj, PreTrainedConfig) or not arguments.get("use_cache"):
+            raise
+        output = model(**{**arguments, "use_cache": False})
     kept = carried(model, output)
     outputs = floating_outputs(output, {*CACHE_NAMES, *kept})
     if not outputs:

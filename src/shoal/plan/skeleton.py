@@ -8,6 +8,7 @@ and random numbers come from a generator of our own.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import threading
 from collections.abc import Container, Iterator
@@ -68,14 +69,21 @@ def _numel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return math.prod(int(size) for size in shape if isinstance(size, int))
 
 
-def private_config(config: Any, attention: str = "eager", experts: str | None = "eager") -> Any:
+def private_config(
+    model_class: type[nn.Module], config: Any, attention: str = "eager", experts: str | None = "eager"
+) -> Any:
     """A copy of the config that computes in the plainest way, unless another attention is asked for, or
-    experts as the config itself says (None).
+    experts as the config itself says (None). Padding has a token where classifiers want one to take several
+    texts at once.
     """
     own = copy.deepcopy(config)
     own._attn_implementation = attention
     if experts is not None and hasattr(own, "_experts_implementation"):
         own._experts_implementation = experts
+    if "SequenceClassifier" in str(inspect.signature(model_class.forward).return_annotation):
+        for _, inner in children(own):
+            if getattr(inner, "pad_token_id", 0) is None:
+                inner.pad_token_id = 0
     return own
 
 
@@ -103,7 +111,7 @@ class _Uninitialised(TorchFunctionMode):
 def build_on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
     """The whole model, every tensor on meta: names, shapes and ties, no storage."""
     with building(), torch.device("meta"), _Uninitialised():
-        return model_class(private_config(config)).eval()
+        return model_class(private_config(model_class, config)).eval()
 
 
 def build_with_generator(
@@ -115,7 +123,7 @@ def build_with_generator(
 ) -> nn.Module:
     """The model with real, random weights; the thread's own random state is left alone."""
     with building(), OwnRandom(generator):
-        return model_class(private_config(config, attention, experts)).eval()
+        return model_class(private_config(model_class, config, attention, experts)).eval()
 
 
 def build_probe(model_class: type[nn.Module], config: Any) -> nn.Module:
@@ -127,7 +135,7 @@ def build_probe(model_class: type[nn.Module], config: Any) -> nn.Module:
     """
     generator = torch.Generator().manual_seed(1)
     with building(), own_random(), BigOnMeta():
-        model = model_class(private_config(config)).eval()
+        model = model_class(private_config(model_class, config)).eval()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -260,12 +268,24 @@ def _shorten(model_class: type[nn.Module], config: Any, full: nn.Module, stack: 
             if with_lists:
                 _shorten_lists(candidate, length, depth)
             try:
+                _check(candidate)
                 short = build_on_meta(model_class, candidate)
                 if _is_prefix(short, full, stack, depth):
                     return candidate
             except Exception:  # a config refuses values in any way it likes; then this is not the counter
                 continue
     return None
+
+
+def _check(config: Any) -> None:
+    """A config's own checks, which its constructor makes and a changed value passes by.
+
+    Raises:
+        Exception: what they raise; layers may be counted by parts, whose sum the whole must be.
+    """
+    check = getattr(config, "validate_architecture", None)
+    if callable(check):
+        check()
 
 
 def _shorten_lists(config: Any, length: int, depth: int) -> None:

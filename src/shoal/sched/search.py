@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from shoal.sched.beams import BeamGroup
-from shoal.sched.request import BranchUpdate, Status
+from shoal.sched.request import BranchUpdate, Request, Status
 from shoal.sched.roster import Roster
 
 __all__ = ["go_on"]
+
+_log = logging.getLogger("shoal.engine")
 
 
 def go_on(roster: Roster, group: BeamGroup, shares_blocks: bool, keeps_kv: bool) -> list[BranchUpdate]:
@@ -22,7 +26,7 @@ def go_on(roster: Roster, group: BeamGroup, shares_blocks: bool, keeps_kv: bool)
     Returns:
         the sequences found, when the search is over.
     """
-    chosen = [] if group.error else group.choose()  # which may find that there is an error
+    chosen = _chosen(group)
     if not chosen:
         return _end(roster, group)
     keepers = dict.fromkeys(parent for parent, _ in chosen)
@@ -49,6 +53,18 @@ def go_on(roster: Roster, group: BeamGroup, shares_blocks: bool, keeps_kv: bool)
             parent.num_computed = parent.num_scheduled = 0
     group.go_on(beams)
     return []
+
+
+def _chosen(group: BeamGroup) -> list[tuple[Request, int]]:
+    """What the group chooses; nothing if it fails, which is this request's matter alone."""
+    if group.error:
+        return []
+    try:
+        return group.choose()
+    except Exception as error:  # a stop string's text is made by a tokenizer's own code; scores may overflow
+        _log.exception("the search of request %s cannot go on", group.branches[0].request_id)
+        group.error = f"{type(error).__name__}: {error}"
+        return []
 
 
 def _end(roster: Roster, group: BeamGroup) -> list[BranchUpdate]:

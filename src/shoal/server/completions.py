@@ -62,6 +62,7 @@ async def create_completion(request: Request) -> Response:
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            **_token_ids(body, output),
         }
 
     return await answer_whole(request, answer, deltas, deadline, choice)
@@ -127,9 +128,11 @@ async def _chunks(
                     or delta.text
                     or delta.finish_reason
                     or (body.logprobs is not None and delta.logprobs)
+                    or (body.return_token_ids and delta.token_ids)
                 ):
                     continue
                 choice, offsets[index] = _chunk_choice(index, delta, body.logprobs, offset)
+                choice |= _token_ids(body, delta)
                 if begins:
                     choice["text"] = echoes[prompt_index] + delta.text
                 if body.wants_continuous_usage:
@@ -137,6 +140,11 @@ async def _chunks(
                 yield answer.body([choice], **usage)
         if body.wants_usage:
             yield answer.body([], usage=answer.usage())
+
+
+def _token_ids(body: CompletionRequest, output: CompletionOutput | CompletionDelta) -> dict[str, list[int]]:
+    """What a choice says of its ids, if it is to say something."""
+    return {"token_ids": output.token_ids} if body.return_token_ids else {}
 
 
 def _chunk_choice(

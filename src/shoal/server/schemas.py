@@ -147,6 +147,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LOGPROBS)
     echo: bool = False
     best_of: int | None = None
+    return_token_ids: bool = False  # vLLM's: each choice has the ids that its text stands for
 
     def own_sampling_fields(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}

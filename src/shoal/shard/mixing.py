@@ -7,6 +7,7 @@ classes are made at run time; a module of one is copied and pickled by naming th
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.shard.link import Link, Linked
 
-__all__ = ["Mixed", "take_over"]
+__all__ = ["Mixed", "computes_around", "take_over"]
 
 
 class Mixed(Linked):
@@ -47,14 +48,22 @@ def take_over(module: nn.Module, kind: type[Mixed], link: Link, **attributes: An
 def _mix(own: Any, kind: Any) -> type[nn.Module]:
     """Class ``kind`` mixed into class ``own``.
 
-    An embedding subclass (a scale, an offset) computes around ``super().forward()``, so ``kind`` goes
-    behind it; elsewhere ``kind`` comes first.
+    What computes around ``super().forward()`` (an embedding's or a head's scale) gets ``kind`` behind it;
+    elsewhere ``kind`` comes first.
     """
     bases: tuple[type, ...] = (kind, own)
     name = own.__name__ if kind.keeps_name else kind.__name__
     if issubclass(own, nn.Embedding) and own is not nn.Embedding:
         bases, name = (own, kind, nn.Embedding), own.__name__
+    elif issubclass(own, nn.Linear) and computes_around(own):
+        bases, name = (own, kind, nn.Linear), own.__name__
     return type(name, bases, {"mixed_of": (kind, own)})
+
+
+def computes_around(own: Any) -> bool:
+    """Whether the forward of a class calls the one it would have inherited, and does something more."""
+    code = getattr(inspect.unwrap(own.forward), "__code__", None)
+    return code is not None and "__class__" in code.co_freevars  # which super() is compiled to
 
 
 _mixed: Callable[[Any, Any], type[nn.Module]] = functools.cache(_mix)

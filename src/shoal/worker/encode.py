@@ -47,8 +47,11 @@ class EncodeRunner:
         )
 
     def warm_up(self) -> None:
-        """Run a first, small step."""
-        self.execute(Encode(step_id=0, token_ids=pack_ids([1, 2, 3]), lengths=pack_ids([3]), output="mean"))
+        """Run a first, small step, of a model that makes vectors."""
+        if self._model.makes_vectors:
+            self.execute(
+                Encode(step_id=0, token_ids=pack_ids([1, 2, 3]), lengths=pack_ids([3]), output="mean")
+            )
 
     def _computed(self, step: Encode, texts: Texts) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What was asked for, a row each, and the words that its numbers belong to."""

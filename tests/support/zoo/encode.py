@@ -15,7 +15,7 @@ from shoal.config import make_config
 from shoal.messages import AllocateKV, Encode, StepResult, pack_ids
 from shoal.model.build import load_config
 from shoal.model.encoder import AloneEncoder, Texts
-from shoal.model.pooling import served_class, tasks_of
+from shoal.model.pooling import end_token, served_class, tasks_of
 from shoal.prove.prove import plan_and_prove
 from shoal.worker.load import Load
 from support.threads import ThreadExecutor
@@ -33,13 +33,18 @@ class Encoded:
     """How a family is served over some ranks, and how far off it is."""
 
     way: str
-    error: float  # largest relative error of vectors, and of words at masks where it guesses them
+    error: float  # largest relative error of vectors, and of scores of words and classes where it gives them
 
 
-def texts_of(vocabulary: int, seed: int = 5) -> list[list[int]]:
-    """Random ids of :data:`LENGTHS`."""
+def texts_of(vocabulary: int, seed: int = 5, end: int | None = None) -> list[list[int]]:
+    """Random ids of :data:`LENGTHS`; ``end`` is each text's last, and like in a pair of texts, the first
+    one's middle."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(_FIRST_ID, vocabulary, (n,), generator=generator).tolist() for n in LENGTHS]
+    texts = [torch.randint(_FIRST_ID, vocabulary, (n,), generator=generator).tolist() for n in LENGTHS]
+    if end is not None:
+        texts[0][LENGTHS[0] // 2] = end
+        texts = [[*text[:-1], end] for text in texts]
+    return texts
 
 
 def encode(family: Family, folder: Path, ranks: int) -> Encoded:
@@ -55,16 +60,24 @@ def encode(family: Family, folder: Path, ranks: int) -> Encoded:
         executor.allocate(AllocateKV(num_blocks=0, block_size=1))
         way = reports[0].notes[-1].removeprefix("served the ").removesuffix(" way")
         config = load_config(folder, family.is_custom)
-        texts = texts_of(getattr(config, "vocab_size", 101))
+        texts = texts_of(getattr(config, "vocab_size", 101), end=end_token(config))
         model_class = served_class(config, folder, family.is_custom, "pooling")
         plain = AloneEncoder(build(family, "eager", torch.float32))
         together = Texts(torch.tensor([token for text in texts for token in text]), LENGTHS)
-        with torch.inference_mode():
-            hidden = plain.hidden(together).split(LENGTHS)
-        want = torch.stack([rows.mean(0) for rows in hidden])
-        error = _error(_rows(_ask(executor, texts, "mean")), want)
-        if "fill_mask" in tasks_of(model_class):
+        tasks, error = tasks_of(model_class), 0.0
+        if reports[0].makes_vectors:
+            with torch.inference_mode():
+                hidden = plain.hidden(together).split(LENGTHS)
+            want = torch.stack([rows.mean(0) for rows in hidden])
+            error = _error(_rows(_ask(executor, texts, "mean")), want)
+        else:
+            way = f"{way}, no vectors"
+        if "fill_mask" in tasks:
             error = max(error, _word_error(executor, texts, plain, together))
+        if "classify" in tasks:
+            with torch.inference_mode():
+                scores = plain.class_logits(together)
+            error = max(error, _error(_rows(_ask(executor, texts, "classes")), scores))
     finally:
         executor.shutdown()
     return Encoded(way, error)

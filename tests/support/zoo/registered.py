@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import transformers as T
 from transformers.models.auto import modeling_auto as auto
@@ -44,9 +45,15 @@ def _refusal(config_class: str, model_classes: list[str]) -> str:
     if config is None:
         return "its config cannot be imported here"
     try:
-        check_supported({**config().to_dict(), "architectures": model_classes})
+        check_supported({**_usual(config), "architectures": model_classes})
     except UnsupportedError as error:
         return str(error).removeprefix("model: ").partition(" (")[0]
-    except Exception as error:  # composed of others, and no config without them
-        return f"no config without settings: {type(error).__name__}"
     return ""
+
+
+def _usual(config: type[T.PreTrainedConfig]) -> dict[str, Any]:
+    """A config's usual settings; of its own alone where it is composed of others, and none without them."""
+    try:
+        return config().to_dict()
+    except Exception:  # whatever its checks raise: ValueError, huggingface_hub's, ...
+        return {name: value for name, value in vars(config).items() if not name.startswith("_")}

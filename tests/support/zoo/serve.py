@@ -26,9 +26,11 @@ UNCACHED: dict[str, dict[str, Any]] = {
     "xlnet": {"use_mems": False},
     "reformer": {"use_cache": False},
     "cpmant": {"use_cache": False},
+    "blt": {"use_cache": False},
+    "prophetnet decoder": {"use_cache": False},
 }
-"""Of these, ``generate`` with a cache computes something else than without: tokens are hashed or masked
-otherwise. What it is asked to do instead."""
+"""Of these, ``generate`` with a cache computes something else than without: tokens are hashed, masked,
+cut into patches or placed otherwise. What it is asked to do instead."""
 
 _ALIGNED_NEURONS = 256
 _LENGTHS = (1, 2, 3, 4, 5, 9, 23, 38, 17, 17)

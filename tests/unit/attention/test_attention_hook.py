@@ -66,6 +66,30 @@ def test_a_kernel_that_writes_pages_itself_is_left_to_do_so() -> None:
     team.close()
 
 
+def test_a_module_that_a_pass_calls_twice_is_two_layers() -> None:
+    once, twice = nn.Identity(), nn.Identity()
+    context = AttentionContext(paged_sdpa)
+
+    def run(tokens: int) -> list[torch.Tensor]:
+        """The keys of its calls in order."""
+        found = [heads(2, tokens) for _ in range(3)]
+        for module, keys in zip((twice, once, twice), found, strict=True):
+            context.attend(module, heads(4, tokens), keys, keys, VARIANT, None)
+        return found
+
+    for _ in range(2):  # measuring again changes nothing
+        context.batch = None
+        run(3)
+    assert (context.layers_of(twice), context.layers_of(once)) == ([0, 2], [1])
+    context.pages = allocate(context.shapes, 3, 2, torch.float32, torch.device("cpu"))
+    for slot in (4, 5):
+        length = slot - 3
+        groups = DecodeGroup(torch.tensor([[2]]), torch.tensor([length]))
+        context.batch = AttentionBatch(torch.tensor([slot]), groups, [])
+        for pages, keys in zip(context.pages, run(1), strict=True):
+            assert torch.equal(pages.keys[2, length - 1], keys[0])
+
+
 class Elsewhere:
     """Takes attention, and remembers of whom."""
 
@@ -95,7 +119,8 @@ def test_a_part_of_a_model_is_lent_to_another_context_and_comes_back() -> None:
         model(input_ids=torch.arange(3)[None], use_cache=False)
         raise KeyError  # it comes back whatever happens
     assert elsewhere.asked == [first]
-    assert context.modules == [second] and context.layer_of(second) == 0
+    assert context.modules == [second] and context.layers_of(second) == [0]
+    context.batch = None
     with torch.inference_mode():
         model(input_ids=torch.arange(3)[None], use_cache=False)
     assert elsewhere.asked == [first]

@@ -26,6 +26,10 @@ from shoal.errors import CheckpointError, UnsupportedError
         ({"vision_config": {"hidden_size": 8}, "text_config": {}}, "images"),
         ({"audio_config": {"hidden_size": 8}}, "audio"),
         ({"num_mel_bins": 80}, "audio"),
+        ({"audio_channels": 1}, "audio"),  # musicgen: its ids are codes of sound
+        ({"audio_token_index": 49155}, "audio"),
+        ({"acoustic_tokenizer_encoder_config": {"hidden_size": 8}}, "audio"),
+        ({"backbone_hidden_size": 1536}, "another model's hidden states"),  # gemma 4's draft models
         ({"architectures": ["ViTForImageClassification"]}, "images"),
         ({"architectures": ["VisionEncoderDecoderModel"]}, "images"),
         ({"architectures": ["Wav2Vec2ForCTC"]}, "audio"),

@@ -40,6 +40,46 @@ def test_vectors_equal_those_of_transformers_in_the_texts_order(llm: LLM, folder
     )
 
 
+def test_a_model_of_latents_fills_masks_and_refuses_to_make_vectors(tmp_path: Path) -> None:
+    config = T.PerceiverConfig(
+        vocab_size=len(encoders.WORDS), num_latents=5, d_latents=32, d_model=24, num_blocks=1,
+        num_self_attends_per_block=1, num_self_attention_heads=2, num_cross_attention_heads=2, qk_channels=32,
+        v_channels=32, max_position_embeddings=30,
+    )  # fmt: skip
+    folder = encoders.save(tmp_path / "perceiver", T.PerceiverForMaskedLM, config)
+    texts = ["aa [MASK] de", "ab"]
+    model = T.PerceiverForMaskedLM.from_pretrained(folder).eval()
+    given = encoders.tokenizer()(texts[:1], return_tensors="pt")
+    with torch.inference_mode():
+        logits = model(given["input_ids"]).logits[0, given["input_ids"][0].tolist().index(4)]
+    with LLM(str(folder), num_threads=1) as llm:
+        (found,) = llm.fill_mask(texts[:1], top_k=3)
+        with pytest.raises(UnsupportedError, match="no vector of each token; it can: fill_mask"):
+            llm.embed(texts[1])
+    want = logits.softmax(-1).topk(3)
+    assert [one.token for one in found.outputs[0]] == want.indices.tolist()
+    got = torch.tensor([one.score for one in found.outputs[0]])
+    torch.testing.assert_close(got, want.values, atol=1e-5, rtol=1e-4)
+
+
+def test_a_text_without_the_token_that_classes_are_read_at_is_refused(tmp_path: Path) -> None:
+    config = T.BartConfig(
+        vocab_size=len(encoders.WORDS), d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3, num_labels=3,
+    )  # fmt: skip
+    folder = encoders.save(tmp_path / "bart", T.BartForSequenceClassification, config)
+    ids = [encoders.tokenizer()(text)["input_ids"] for text in encoders.TEXTS[:3]]
+    model = T.BartForSequenceClassification.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        want = torch.cat([model(torch.tensor([one])).logits.softmax(-1) for one in ids])
+    with LLM(str(folder), num_threads=1) as llm:
+        got = torch.tensor([one.outputs.probs for one in llm.classify(ids)])
+        with pytest.raises(RequestError, match=r"reads classes at its end token \(3\)"):
+            llm.classify([ids[0], [2, 7, 8]])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
 def test_token_ids_are_taken_as_they_are(llm: LLM) -> None:
     ids = encoders.tokenizer()(encoders.TEXTS[0])["input_ids"]
     same = vectors(llm.embed([encoders.TEXTS[0], {"prompt_token_ids": ids}, ids]))

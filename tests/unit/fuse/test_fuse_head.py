@@ -101,6 +101,18 @@ def test_a_head_with_hooks_is_left_alone(team: Team) -> None:
     assert fuse_head(model, team, LocalComm(), "float32").problem == "no plain linear is its head"
 
 
+def test_a_head_that_computes_around_its_product_is_left_alone(team: Team) -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 3
+
+    model = llama()
+    model.lm_head.__class__ = Scaled
+    before = logits(model)
+    assert fuse_head(model, team, LocalComm(), "float32").problem == "no plain linear is its head"
+    assert torch.equal(logits(model), before)
+
+
 @pytest.mark.parametrize("family", ["llama:9q3kv", "gpt2", "gemma3_text"])
 def test_parts_of_a_vocabulary_are_gathered_and_looked_up_on_the_rank_that_has_them(family: str) -> None:
     plan, expected = planned(family, 2), logits(zoo_model(family))

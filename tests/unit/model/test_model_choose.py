@@ -11,6 +11,8 @@ from shoal.errors import UnsupportedError
 from shoal.model.choose import serve_causal
 from support import families
 from support.disagreeing import forgetful
+from support.zoo.encoders import ENCODERS
+from support.zoo.seq2seq import SEQ2SEQ
 
 WAYS = {name: "padded" if name == "bloom" else "paged" for name in families.CONFIGS}
 CPU = torch.device("cpu")
@@ -31,6 +33,29 @@ def test_a_kernel_that_ignores_the_past_is_not_taken() -> None:
     chosen = serve_causal(families.build("llama"), forgetful(), CPU)
     assert chosen.model.way == "padded"
     assert any("differ" in note for note in chosen.notes)
+
+
+@torch.inference_mode()
+def test_a_model_that_counts_columns_decodes_sequences_of_equal_length_together() -> None:
+    _, config = SEQ2SEQ["plbart"].load()
+    config.is_encoder_decoder, config._attn_implementation = False, "eager"
+    chosen = serve_causal(transformers.PLBartForCausalLM(config).eval(), paged_sdpa, CPU)
+    assert chosen.model.way == "padded" and chosen.model.keeps_kv
+    assert any("sequences of equal length" in note for note in chosen.notes), chosen.notes
+
+
+@torch.inference_mode()
+def test_positions_are_those_of_generate_even_where_a_model_would_count_others() -> None:
+    """RoBERTa counts from behind padding's position by itself; generate gives it positions from 0."""
+    _, config = ENCODERS["roberta"].load()
+    config.is_decoder, config._attn_implementation = True, "eager"
+    model = transformers.RobertaForCausalLM(config).eval()
+    ids = torch.tensor([[7, 8, 9, 10]])
+    asked = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **asked).logits[0]
+    chosen = serve_causal(model, paged_sdpa, CPU)
+    assert chosen.model.way == "paged", chosen.notes
+    torch.testing.assert_close(chosen.model.plain(ids[0], torch.tensor([3])), want, atol=1e-5, rtol=1e-4)
 
 
 @torch.inference_mode()

@@ -11,11 +11,13 @@ import transformers as T
 from shoal.attention.cpu import CpuPaged
 from shoal.attention.sdpa import paged_sdpa
 from shoal.comm.local import LocalComm
+from shoal.errors import UnsupportedError
 from shoal.jit.team import Team
 from shoal.model.choose_encoder import ChosenEncoder, serve_encoder
 from shoal.model.encoder import AloneEncoder, Texts, pooled
 from shoal.model.fused_encoder import FusedEncoder
 from support.zoo.encoders import ENCODERS
+from support.zoo.seq2seq import SEQ2SEQ
 from support.zoo.unlisted_encoders import UNLISTED_ENCODERS
 
 CPU = torch.device("cpu")
@@ -128,6 +130,41 @@ def test_rounded_weights_are_served_and_their_difference_is_reported(kernel: Cpu
         got = pooled(chosen.model.hidden(given), given, "mean")
     assert not torch.equal(got, want)
     assert torch.nn.functional.cosine_similarity(got, want).min() > 0.99
+
+
+@torch.inference_mode()
+def test_what_makes_no_vectors_of_tokens_answers_by_its_head() -> None:
+    chosen = serve_encoder(build("perceiver"), paged_sdpa, CPU)
+    assert not chosen.model.makes_vectors
+    assert any("makes no vector of each token" in note for note in chosen.notes), chosen.notes
+    given = Texts(texts().ids[:16], (5, 11))
+    got = chosen.model.word_logits(given, torch.tensor([4, 15, 0]))
+    plain = build("perceiver")
+    rows = [plain(ids[None]).logits[0] for ids in given.ids.split((5, 11))]
+    torch.testing.assert_close(got, torch.stack([rows[0][4], rows[1][10], rows[0][0]]), atol=1e-4, rtol=1e-4)
+
+
+def test_what_has_neither_vectors_of_tokens_nor_a_head_is_refused() -> None:
+    _, config = FAMILIES["funnel"].load()
+    with pytest.raises(UnsupportedError, match="FunnelBaseModel makes no vector of each token"):
+        serve_encoder(T.FunnelBaseModel(config).eval(), paged_sdpa, CPU)
+
+
+def test_a_text_that_more_padding_changes_goes_alone() -> None:
+    """Chunks hide a little padding: only where it adds a chunk are results others."""
+    chosen = serve_encoder(build("reformer:words"), paged_sdpa, CPU)
+    assert chosen.model.way == "alone", chosen.notes
+
+
+@torch.inference_mode()
+def test_parts_with_a_config_of_their_own_get_their_attention_back() -> None:
+    """T5's encoder and decoder have copies of the config; the packed way, tried first, changes them all."""
+    _, config = SEQ2SEQ["t5"].load()
+    model = T.T5ForSequenceClassification(config).eval()
+    ids = torch.tensor([[7, 8, 9, 10, 11, 1]])
+    want = model(ids).logits
+    chosen = serve_encoder(model, paged_sdpa, CPU)
+    torch.testing.assert_close(chosen.model.class_logits(Texts(ids[0], [6])), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])

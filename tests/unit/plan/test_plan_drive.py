@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_outputs import MultipleChoiceModelOutput, Seq2SeqSequenceClassifierOutput
 
 from shoal.plan.drive import batch_of, prefill_pass, restored, with_special_inputs
@@ -121,6 +123,27 @@ def test_special_arguments_reach_the_model_in_its_own_dtype() -> None:
     prefill_pass(model, batch)
     assert model.given["perm_mask"].dtype == torch.float64
     assert model.given["thing_ids"] is None
+
+
+class Cached(nn.Module):
+    """Makes a cache by what it looks up in an object."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        return input_ids + (0.5 * self.source.num_hidden_layers if use_cache else 0.25)
+
+
+def test_a_model_whose_cache_asks_for_what_its_config_lacks_is_driven_without_one() -> None:
+    batch = batch_of(20, 2, 5)
+    (output,) = prefill_pass(Cached(PreTrainedConfig()), batch).outputs
+    assert torch.equal(output, batch.ids + 0.25)
+    (output,) = prefill_pass(Cached(LlamaConfig(num_hidden_layers=3)), batch).outputs
+    assert torch.equal(output, batch.ids + 1.5)
+    with pytest.raises(AttributeError, match="num_hidden_layers"):  # of anything else it is a mistake
+        prefill_pass(Cached(SimpleNamespace()), batch)
 
 
 def test_a_model_that_replaces_its_own_modules_is_put_back() -> None:

@@ -11,7 +11,14 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.plan.random import own_random
-from shoal.plan.skeleton import build_on_meta, build_probe, cut_depth, embedding_size, shorten_lengths
+from shoal.plan.skeleton import (
+    build_on_meta,
+    build_probe,
+    build_with_generator,
+    cut_depth,
+    embedding_size,
+    shorten_lengths,
+)
 from support.planner import bloom, demo, gpt2, llama
 
 
@@ -133,3 +140,13 @@ def test_a_setting_that_widths_depend_on_is_not_taken_for_a_length() -> None:
 
     _, config = llama(block_width=64)
     assert shorten_lengths(Blocks, config).block_width == 64
+
+
+def test_a_classifier_that_has_no_padding_is_planned_on_several_texts() -> None:
+    """transformers' classifiers take only one text at a time then."""
+    config = T.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    assert config.pad_token_id is None
+    model = build_with_generator(T.GPT2ForSequenceClassification, config, torch.Generator().manual_seed(0))
+    assert model(input_ids=torch.tensor([[7, 8], [9, 10]])).logits.shape == (2, 2)
+    assert config.pad_token_id is None
+    assert build_on_meta(T.GPT2LMHeadModel, config).config.pad_token_id is None

@@ -207,6 +207,26 @@ def test_ends_say_why() -> None:
             assert update.finish_reason == "length"
 
 
+def _no_text(output_ids: Sequence[int]) -> str | None:
+    raise UnicodeError(f"no text for {list(output_ids)}")
+
+
+@pytest.mark.parametrize("change", [{"find_stop": _no_text}, {"length_penalty": 1e6}], ids=["text", "score"])
+def test_a_search_whose_choice_raises_ends_alone(
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others go on, and its blocks are free."""
+    ranks = Ranks()
+    for name, beams in (("bad", replace(SEARCHES[1], **change)), ("good", SEARCHES[1])):
+        ranks.scheduler.add(request(name, PROMPTS[1], beams))
+    ranks.run()
+    bad = [update for update in ranks.updates if update.request.request_id == "bad"]
+    assert [update.finish_reason for update in bad] == ["error"] * 4
+    assert all("Error: " in (update.error or "") for update in bad) and "request bad" in caplog.text
+    assert ranks.outputs("good") == searched(PROMPTS[1], SEARCHES[1], 9)
+    assert ranks.scheduler.num_unfinished == 0 and ranks.scheduler.stats.cache_usage == 0
+
+
 def test_each_token_comes_with_what_the_search_added_up() -> None:
     """The logprobs of a sequence's tokens make its score, and each is among its step's candidates."""
     ranks = Ranks()

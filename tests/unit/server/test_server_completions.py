@@ -125,6 +125,17 @@ def test_logprobs_are_parallel_lists_without_infinities(ask, stream):
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_told_on_request(ask, stream):
+    body = {"prompt": "ab", "max_tokens": 3, "n": 2, "return_token_ids": True, "stream": stream}
+    answer = ask("POST", "/v1/completions", json=body)
+    choices = [choice for event in events_of(answer.text) for choice in event["choices"]] if stream else None
+    ids: dict[int, list[int]] = {}
+    for choice in choices or answer.json()["choices"]:
+        ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert ids == {0: [100, 101, 102], 1: [100, 101, 102]}
+
+
 def test_sampling_fields_reach_the_engine(ask):
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ class OwnLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
+class ScaledLinear(nn.Linear):
+    """A linear that computes around its base class, as a head does that scales its logits."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 3
+
+
 def with_part(module: nn.Module, dim: int, ranges: tuple[tuple[int, int], ...]) -> nn.Module:
     """A copy whose weight is the given part."""
     part = copy.deepcopy(module)
@@ -42,7 +50,7 @@ def with_part(module: nn.Module, dim: int, ranges: tuple[tuple[int, int], ...]) 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear, ScaledLinear])
 def test_row_linear_adds_its_bias_once(kind: type[nn.Linear], bias: bool, tp: int) -> None:
     whole = kind(7, 5, bias=bias).double()
     x = torch.randn(2, 3, 7, dtype=torch.float64)
@@ -71,16 +79,16 @@ def test_row_conv1d_keeps_its_layout_and_adds_its_bias_once() -> None:
     assert all(torch.allclose(result, whole(x), rtol=1e-12) for result in run_ranks(2, body))
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 7), lambda: ScaledLinear(6, 7), lambda: Conv1D(7, 6)])
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_gathered_linear_gives_all_features_in_order(kind: str, tp: int) -> None:
-    whole = (nn.Linear(6, 7) if kind == "linear" else Conv1D(7, 6)).double()
+def test_a_gathered_linear_gives_all_features_in_order(make: Callable[[], nn.Module], tp: int) -> None:
+    whole = make().double()
     nn.init.normal_(whole.bias)
     x = torch.randn(4, 6, dtype=torch.float64)
     parts = even_ranges(7, tp)
 
     def body(comm: SimulatedComm) -> torch.Tensor:
-        part = with_part(whole, 0 if kind == "linear" else 1, parts[comm.rank])
+        part = with_part(whole, 1 if isinstance(whole, Conv1D) else 0, parts[comm.rank])
         part.bias = nn.Parameter(cut_ranges(part.bias.detach(), 0, parts[comm.rank]))
         Adopter(Link(comm)).gather_outputs(part, [stop - start for ((start, stop),) in parts])
         return part(x)
