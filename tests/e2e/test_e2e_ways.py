@@ -3,7 +3,6 @@ in chunks, at several rank counts, with a pool so small that somebody is preempt
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from support.equality import assert_same_tokens
 from support.threads import ranks_as_threads
 from support.zoo.build import build
 from support.zoo.catalogue import LISTED, UNLISTED, family_of
-from support.zoo.serve import TIGHT, UNCACHED, WHOLE, aligned, greedy, prompts, save, serve
+from support.zoo.serve import TIGHT, UNCACHED, WHOLE, aligned, greedy, prompts, ranks_of, save, serve
 
 TOKENS = 8
 
-PROCESSES = ["reformer"]  # it seeds torch anew in every layer: threads would mix their hashes up
 NOTHING = ["openai", "xlm", "flaubert", "xlnet", "reformer", "cpmant"]
 STATES = [
     "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "minimax", "qwen3_next",
@@ -33,11 +31,6 @@ SOME = [
 ]  # fmt: skip
 
 
-def ranks_of(name: str, tp: int) -> AbstractContextManager[None]:
-    """Engines that are started meanwhile have the ranks that a family takes."""
-    return nullcontext() if name in PROCESSES and tp > 1 else ranks_as_threads()
-
-
 def hold(name: str, tp: int, folder: Path, cuts: list[dict[str, Any]]) -> None:
     family = aligned(family_of(name))
     options = UNCACHED.get(name, {})
@@ -45,7 +38,7 @@ def hold(name: str, tp: int, folder: Path, cuts: list[dict[str, Any]]) -> None:
     expected = [greedy(family, prompt, TOKENS, **options) for prompt in asked]
     path = save(family, folder)
     further: dict[str, Any] = {"trust_remote_code": family.is_custom}
-    if name in PROCESSES and tp > 1:
+    if family.seeds and tp > 1:
         further |= {"executor": "processes", "num_threads": 1}
 
     def resume(prompt: list[int], count: int) -> list[int]:
@@ -68,7 +61,7 @@ def hold(name: str, tp: int, folder: Path, cuts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("name", "tp"), SOME)
 def test_tokens_equal_transformers(name: str, tp: int, tmp_path: Path) -> None:
-    with ranks_of(name, tp):
+    with ranks_of(family_of(name), tp):
         hold(name, tp, tmp_path, [TIGHT])
 
 
@@ -88,5 +81,5 @@ def test_where_a_pass_over_several_tokens_is_not_what_generate_computes_they_go_
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("name", ALL)
 def test_every_family_at_every_rank_count(name: str, tp: int, tmp_path: Path) -> None:
-    with ranks_of(name, tp):
+    with ranks_of(family_of(name), tp):
         hold(name, tp, tmp_path, [WHOLE, TIGHT])

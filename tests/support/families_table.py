@@ -39,7 +39,9 @@ SECTIONS = (
     ("Families with a head that sorts texts", CLASSIFIERS, ()),  # split as without it
 )
 _ROOT = Path(__file__).parent
-_TASKS_A_PROCESS = 60  # then it is started anew: engines of many models leave something behind
+_TASKS_A_PROCESS = 60
+"""About; then processes are started anew: engines of many models leave something behind. (The pool's own
+``max_tasks_per_child`` starts none for tasks that were submitted before: CPython issue 115634.)"""
 
 
 def measure(part: str, name: str, ranks: Sequence[int]) -> Split | Service:
@@ -110,18 +112,20 @@ def measure_all(
         for part in (("split", "service") if ranks else ("service",))
         if (found := kept.get(part, family.name)) is None or not found.is_right
     ]
-    workers = ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), _quieten, max_tasks_per_child=_TASKS_A_PROCESS
-    )
-    running = {workers.submit(measure, *task): task for task in tasks}
-    try:
-        for number, future in enumerate(as_completed(running), 1):
-            part, name, _ = running[future]
-            found = future.result()
-            kept.put(part, name, found)
-            print(f"{number}/{len(tasks)} {name}: {_said(found)}", file=sys.stderr, flush=True)
-    finally:
-        workers.shutdown(cancel_futures=True)
+    number = 0
+    for first in range(0, len(tasks), jobs * _TASKS_A_PROCESS):
+        workers = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _quieten)
+        some = tasks[first : first + jobs * _TASKS_A_PROCESS]
+        running = {workers.submit(measure, *task): task for task in some}
+        try:
+            for future in as_completed(running):
+                part, name, _ = running[future]
+                found = future.result()
+                kept.put(part, name, found)
+                number += 1
+                print(f"{number}/{len(tasks)} {name}: {_said(found)}", file=sys.stderr, flush=True)
+        finally:
+            workers.shutdown(cancel_futures=True)
 
 
 def _said(measured: Split | Service) -> str:

@@ -33,11 +33,12 @@ def next_logits(module: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return Caller(module)(ids, positions, None, use_cache=False)[:, -1]
     accepted = inspect.signature(module.forward).parameters
     given = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    prepared = dict(prepare(ids, **given))
     positions_of = getattr(module, "_prepare_position_ids_for_generation", None)
-    if positions_of is not None and "position_ids" in accepted:
+    is_asked = "position_ids" in accepted and prepared.get("position_ids") is None
+    if positions_of is not None and is_asked and prepared.get("input_ids", ids).shape == ids.shape:
         # generate gives them to all models, also to those that would count otherwise by themselves (RoBERTa)
-        given["position_ids"] = positions_of(ids, given)
-    prepared = prepare(ids, **given)
+        prepared["position_ids"] = positions_of(ids, given)
     arguments = {name: value for name, value in prepared.items() if name in accepted and value is not None}
     logits: torch.Tensor = module(**arguments, return_dict=True).logits
     return logits[:, -1]

@@ -137,6 +137,6 @@ DECODERS = named(
         "is_decoder": True, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 8, "num_buckets": 2,
         "num_hashes": 1, "hash_seed": 11, "max_position_embeddings": 64, "pad_token_id": 0,
         "chunk_size_lm_head": 0,
-    }, "ModelWithLMHead", tokens=24, attention=("eager",)),
+    }, "ModelWithLMHead", tokens=24, attention=("eager",), seeds=True),
     custom("yuan", "YuanForCausalLM", "yuan"),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""A family of the zoo as an encoder: through ranks that are threads, against transformers one text at a time.
-Knows no way by name.
+"""A family of the zoo as an encoder, through ranks that are threads if they can be, against transformers one
+text at a time. Knows no way by name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shoal.model.build import load_config
 from shoal.model.encoder import AloneEncoder, Texts
 from shoal.model.pooling import end_token, served_class, tasks_of
 from shoal.prove.prove import plan_and_prove
+from shoal.worker.executor import Executor, ProcessExecutor
 from shoal.worker.load import Load
 from support.threads import ThreadExecutor
 from support.zoo.build import build
@@ -48,13 +49,13 @@ def texts_of(vocabulary: int, seed: int = 5, end: int | None = None) -> list[lis
 
 
 def encode(family: Family, folder: Path, ranks: int) -> Encoded:
-    """Serve a family that is saved in ``folder`` over ``ranks`` threads.
+    """Serve a family that is saved in ``folder`` over ``ranks`` ranks.
 
     Raises:
         UnsupportedError: it cannot be served.
     """
     load = _load(folder, ranks, family.is_custom)
-    executor = ThreadExecutor(load)
+    executor: Executor = ProcessExecutor(load) if family.seeds and ranks > 1 else ThreadExecutor(load)
     try:
         reports = executor.load(lambda done, total: None)
         executor.allocate(AllocateKV(num_blocks=0, block_size=1))
@@ -105,7 +106,7 @@ def _load(folder: Path, ranks: int, is_custom: bool) -> Load:
 
 
 def _ask(
-    executor: ThreadExecutor, texts: Sequence[Sequence[int]], output: str, wanted: Sequence[int] = ()
+    executor: Executor, texts: Sequence[Sequence[int]], output: str, wanted: Sequence[int] = ()
 ) -> StepResult:
     executor.submit(
         Encode(
@@ -125,7 +126,7 @@ def _rows(result: StepResult) -> torch.Tensor:
 
 
 def _word_error(
-    executor: ThreadExecutor, texts: Sequence[Sequence[int]], plain: AloneEncoder, together: Texts
+    executor: Executor, texts: Sequence[Sequence[int]], plain: AloneEncoder, together: Texts
 ) -> float:
     """Of the log probabilities of the likeliest words at some tokens."""
     wanted = [1, 13, 30]

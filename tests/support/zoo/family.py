@@ -42,6 +42,7 @@ class Family:
     extra: str = ""  # further inputs, see inputs.py: "global attention" or "entities"
     attention: tuple[str, ...] = ("eager", "sdpa")
     generates: bool | None = None  # None: all but encoders do
+    seeds: bool = False  # its layers seed torch's own generator, which ranks that are threads would share
 
     @property
     def is_custom(self) -> bool:

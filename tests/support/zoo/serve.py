@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,22 @@ import torch
 from shoal import LLM, SamplingParams
 from shoal.engine.outputs import CompletionOutput
 from shoal.engine.protocol import EngineInfo, EngineStats
+from support.threads import ranks_as_threads
 from support.zoo.build import build
 from support.zoo.family import CUSTOM, NEURONS, VOCABULARY, Family
 
-__all__ = ["TIGHT", "UNCACHED", "WHOLE", "Served", "aligned", "greedy", "prompts", "save", "serve"]
+__all__ = [
+    "TIGHT",
+    "UNCACHED",
+    "WHOLE",
+    "Served",
+    "aligned",
+    "greedy",
+    "prompts",
+    "ranks_of",
+    "save",
+    "serve",
+]
 
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
 TIGHT: dict[str, Any] = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 22}
@@ -75,6 +88,11 @@ def save(family: Family, folder: Path) -> Path:
             for source in (CUSTOM / family.config_class).glob("*.py"):
                 shutil.copy(source, path)
     return path
+
+
+def ranks_of(family: Family, tp: int) -> AbstractContextManager[None]:
+    """Engines that are started meanwhile have the ranks that a family takes: threads, if they can be."""
+    return nullcontext() if family.seeds and tp > 1 else ranks_as_threads()
 
 
 @torch.no_grad()

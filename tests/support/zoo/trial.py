@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from shoal.engine.outputs import CompletionOutput
 from shoal.errors import UnsupportedError
-from support.threads import ranks_as_threads
 from support.zoo.encode import encode
 from support.zoo.family import Family
-from support.zoo.serve import UNCACHED, aligned, prompts, save, serve
+from support.zoo.serve import UNCACHED, aligned, prompts, ranks_of, save, serve
 
 __all__ = [
     "LENGTHS",
@@ -116,13 +115,15 @@ def _wanted(model: Any, prompt: Sequence[int], options: Mapping[str, Any]) -> Wa
 
 
 def try_generating(family: Family, path: Path, expected: Sequence[Wanted], ranks: int) -> Trial:
-    """All prompts at once through an engine of ``ranks`` threads.
+    """All prompts at once through an engine of ``ranks`` ranks.
 
     Raises:
         UnsupportedError: it is not served.
     """
-    further = {"trust_remote_code": True} if family.is_custom else {}
-    with ranks_as_threads():
+    further: dict[str, Any] = {"trust_remote_code": True} if family.is_custom else {}
+    if family.seeds:
+        further |= {"executor": "auto", "num_threads": 1}
+    with ranks_of(family, ranks):
         try:
             served = serve(
                 path, prompts(lengths=LENGTHS), TOKENS, ranks, logprobs=_TOP, **_SETTINGS, **further
@@ -154,7 +155,7 @@ def _way(way: str, notes: Sequence[str]) -> str:
 
 
 def try_encoding(family: Family, path: Path, ranks: int) -> Trial:
-    """All texts at once through encoder ranks that are threads.
+    """All texts at once through encoder ranks.
 
     Raises:
         UnsupportedError: it is not served.

@@ -188,7 +188,7 @@ UNLISTED_ENCODERS = named(
     encoder("nomic_bert", "NomicBert", BERT),
     encoder("nystromformer", "Nystromformer", {**BERT, "num_landmarks": 12, "segment_means_seq_len": 12},
             **EAGER),
-    encoder("reformer:words", "Reformer", REFORMER, tokens=24, **EAGER),
+    encoder("reformer:words", "Reformer", REFORMER, tokens=24, seeds=True, **EAGER),
     encoder("rembert", "RemBert", {**BERT, "input_embedding_size": 32, "output_embedding_size": 40}, **EAGER),
     encoder("roberta_prelayernorm", "RobertaPreLayerNorm", BERT),
     encoder("roc_bert", "RoCBert", {**BERT, "pronunciation_vocab_size": 31, "pronunciation_embed_dim": 12,
