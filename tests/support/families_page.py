@@ -124,7 +124,7 @@ def _legend() -> Iterator[str]:
     )
     yield (
         "The service, by a whole engine whose ranks are threads of one process, over the same collectives' "
-        "interface:\n\n"
+        "interface (processes for reformer, whose layers seed torch's generator):\n\n"
         f"- {len(LENGTHS)} requests are submitted at once, of {', '.join(map(str, LENGTHS))} tokens to go on "
         f"from, for {TOKENS} tokens each; where an encoder is to be served, {len(TEXTS)} texts of "
         f"{', '.join(map(str, TEXTS))} tokens.\n"
