@@ -66,7 +66,8 @@ def _own_use(use: Use, module: nn.Module, owners: Owners) -> Description | None:
     if isinstance(module, nn.Embedding):
         is_look_up = use.function == "embedding" and not use.inputs
         return Description("embedding", (), None, made) if is_look_up else None
-    is_plain = weight.shape == shape  # a class of its own may multiply groups of rows by groups of columns
+    # A class of its own may multiply groups of rows by groups of columns.
+    is_plain = weight.shape in (shape, shape[::-1])
     if is_linear(module) and is_plain and len(use.inputs) == 1 and use.inputs[0].shape[-1] == size_in:
         return Description("linear", use.inputs, last_dim(size_in, shape, input_dim(module)), made)
     return None
