@@ -126,16 +126,17 @@ def asks_of(
     """
 
     def body(index: int, num_words: int, max_tokens: int) -> dict[str, Any]:
+        kind = _KINDS[index % len(_KINDS)]
         return {
             "model": "m",
             "prompt": f"{rng.choice(words)} number {index}, notes on "
             + " ".join(rng.choice(words) for _ in range(num_words)),
-            "max_tokens": max_tokens,
+            "max_tokens": max(max_tokens, kind.get("min_tokens", 1)),
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
             **_NEUTRAL,
-            **_KINDS[index % len(_KINDS)],
+            **kind,
         }
 
     bodies = [body(i, rng.choice(_LENGTHS), rng.randint(most_tokens // 3, most_tokens)) for i in range(count)]
