@@ -8,7 +8,7 @@ moment: while nothing runs, in the middle of prompts, of decoding, or of the sta
 before; the next comes once every stream has gone on. Ids, texts, finish reasons, log-probabilities and usage
 must be those of the same requests undisturbed; where ids differ, rounding must explain it
 (:mod:`chaos.kill_ties`). Which moment it really was is read from the engine's own words at the loss; each
-must have been hit as often as it was aimed at.
+must have been hit; how often is printed beside how often it was aimed at.
 
 Printed and judged are, by the clock of the server's log: how long it took to notice, from the damage to the
 supervisor's event; from then to the first new token; and beside that a cold start of the group: from the

@@ -183,7 +183,7 @@ def report(**changes: Any) -> Report:
         ({"recovered_s": [13.1]}, "recovered after 13.10 s, allowed are 13.00 s"),
         ({"num_different": 4}, "4 of 300 streams differ"),
         ({"num_restarts": 1}, "1 restarts for 2 losses"),
-        ({"hits": {"idle": 2}}, "decode: met 0 times of 1"),
+        ({"hits": {"idle": 2}}, "decode: not met"),
         ({"problems": ["round 1, stream 2: cut off"]}, "cut off"),
     ],
 )
