@@ -14,7 +14,18 @@ from support.equality import assert_same_tokens
 from support.threads import ranks_as_threads
 from support.zoo.build import build
 from support.zoo.catalogue import LISTED, UNLISTED, family_of
-from support.zoo.serve import TIGHT, UNCACHED, WHOLE, aligned, greedy, prompts, ranks_of, save, serve
+from support.zoo.serve import (
+    TIGHT,
+    UNCACHED,
+    WHOLE,
+    aligned,
+    greedy,
+    options_of,
+    prompts,
+    ranks_of,
+    save,
+    serve,
+)
 
 TOKENS = 8
 
@@ -37,9 +48,7 @@ def hold(name: str, tp: int, folder: Path, cuts: list[dict[str, Any]]) -> None:
     asked = prompts()
     expected = [greedy(family, prompt, TOKENS, **options) for prompt in asked]
     path = save(family, folder)
-    further: dict[str, Any] = {"trust_remote_code": family.is_custom}
-    if family.seeds and tp > 1:
-        further |= {"executor": "processes", "num_threads": 1}
+    further = options_of(family, tp)
 
     def resume(prompt: list[int], count: int) -> list[int]:
         return serve(path, [prompt], count, tp, **further).tokens[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import mmap
 import os
@@ -81,11 +82,15 @@ class Backing:
                     return
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _populate(start: int, end: int) -> int:
     """Make the pages of these addresses; 0, or the system's error number. Other threads run meanwhile."""
     start -= start % mmap.PAGESIZE
-    libc = ctypes.CDLL(None, use_errno=True)
-    while libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE):
+    while _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE):
         if ctypes.get_errno() != errno.EINTR:
             return ctypes.get_errno()
     return 0

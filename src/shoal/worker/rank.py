@@ -175,7 +175,8 @@ class RankWorker:
         if self._encoder is not None:
             return self._open_encoder(self._encoder)
         model, device = self._model_(), self._device_()
-        backing = self._backing = Backing() if Backing.is_possible() else None
+        is_put_off = device.kind == "cpu" and Backing.is_possible()
+        backing = self._backing = Backing() if is_put_off else None
         pages = allocate(
             model.kv_shapes,
             message.num_blocks,

@@ -25,6 +25,7 @@ __all__ = [
     "Served",
     "aligned",
     "greedy",
+    "options_of",
     "prompts",
     "ranks_of",
     "save",
@@ -93,6 +94,12 @@ def save(family: Family, folder: Path) -> Path:
 def ranks_of(family: Family, tp: int) -> AbstractContextManager[None]:
     """Engines that are started meanwhile have the ranks that a family takes: threads, if they can be."""
     return nullcontext() if family.seeds and tp > 1 else ranks_as_threads()
+
+
+def options_of(family: Family, tp: int) -> dict[str, Any]:
+    """What an engine must be told to serve a family."""
+    further = {"num_threads": 1} if family.seeds and tp > 1 else {}  # processes, on cores that they share
+    return {"trust_remote_code": family.is_custom, **further}
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from shoal.engine.outputs import CompletionOutput
 from shoal.errors import UnsupportedError
 from support.zoo.encode import encode
 from support.zoo.family import Family
-from support.zoo.serve import UNCACHED, aligned, prompts, ranks_of, save, serve
+from support.zoo.serve import UNCACHED, aligned, options_of, prompts, ranks_of, save, serve
 
 __all__ = [
     "LENGTHS",
@@ -120,13 +120,16 @@ def try_generating(family: Family, path: Path, expected: Sequence[Wanted], ranks
     Raises:
         UnsupportedError: it is not served.
     """
-    further: dict[str, Any] = {"trust_remote_code": True} if family.is_custom else {}
-    if family.seeds:
-        further |= {"executor": "auto", "num_threads": 1}
     with ranks_of(family, ranks):
         try:
             served = serve(
-                path, prompts(lengths=LENGTHS), TOKENS, ranks, logprobs=_TOP, **_SETTINGS, **further
+                path,
+                prompts(lengths=LENGTHS),
+                TOKENS,
+                ranks,
+                logprobs=_TOP,
+                **_SETTINGS,
+                **options_of(family, ranks),
             )
         except UnsupportedError as error:
             return Trial(problem=str(error))
